@@ -1,0 +1,16 @@
+"""Shared fixtures. Threads are pinned before torch loads: two threads on a busy core stall each other."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+# Wall-clock deadlines would make property tests depend on the machine's load.
+settings.register_profile(
+    "expertmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.load_profile("expertmesh")
