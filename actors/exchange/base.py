@@ -1,0 +1,80 @@
+"""What the model knows of the expert tier: dispatch rows, go on working, combine partial sums."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class ExchangeError(RuntimeError):
+    """A step of the exchange failed. Names who, where and when, so that a stall is never a riddle."""
+
+    def __init__(self, rank: int, layer: int, phase: str, step: int, reason: str) -> None:
+        super().__init__(f"rank {rank}, layer {layer}, {phase}, step {step}: {reason}")
+        self.rank, self.layer, self.phase, self.step, self.reason = rank, layer, phase, step, reason
+
+
+class Exchange(Protocol):
+    """One step is begin_step, then per MoE layer dispatch and combine, then end_step.
+
+    Between dispatch and combine the caller may compute (shared experts, another micro-batch).
+    """
+
+    def begin_step(self, rows: int) -> None: ...
+
+    def dispatch(
+        self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, micro: int = 0
+    ) -> Any:
+        """Send each row to the actors that hold its experts.
+
+        layer: absolute layer number. z_TD: latents. ids_TK: global expert ids, int64.
+        weights_TK: fp32. Returns a handle for combine.
+        """
+        ...
+
+    def combine(self, pending: Any) -> Tensor:
+        """The weighted sum over all chosen experts, fp32 [T, D]. Raises ExchangeError."""
+        ...
+
+    def end_step(self) -> None: ...
+
+
+class PartialSums(Protocol):
+    """The part of an expert bank that an exchange needs."""
+
+    def local_slots(self, layer: int, ids_TK: Tensor) -> Tensor: ...
+
+    def partial_sum(
+        self, layer: int, z_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor: ...
+
+
+class LocalExchange:
+    """All experts in this process: the readable twin of the mesh exchange and its test oracle.
+
+    With several banks it adds their partial sums in rank order, as the mesh does.
+    """
+
+    def __init__(self, *banks: PartialSums) -> None:
+        self._banks = banks
+
+    def begin_step(self, rows: int) -> None:
+        pass
+
+    def dispatch(
+        self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, micro: int = 0
+    ) -> Tensor:
+        total: Tensor | None = None
+        for bank in self._banks:
+            slots_TK = bank.local_slots(layer, ids_TK)
+            part = bank.partial_sum(layer, z_TD, slots_TK, weights_TK)
+            total = part if total is None else total.add_(part)
+        if total is None:
+            return torch.zeros(z_TD.shape, dtype=torch.float32)
+        return total
+
+    def combine(self, pending: Tensor) -> Tensor:
+        return pending
+
+    def end_step(self) -> None:
+        pass

@@ -1,0 +1,178 @@
+"""The attention half of a layer: KDA, MLA, and the parts of the FFN that stay with it.
+
+Shapes: T rows of the batch (padded to MIN_ROWS), H heads, D KDA head dim, R latent rank,
+r rope dim. Equations: k3-model.md section 2. Linear layers that read the same input are one matmul.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expertmesh.actors.model.batch import MIN_ROWS, Batch
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.kernels.latent_moe.torch_ops import Glu
+from expertmesh.kernels.mla.torch_ops import MlaSpan
+from expertmesh.kernels.registry import Kernels
+
+# The published code builds both LoRA norms of MLA with its class default, not rms_norm_eps.
+LORA_NORM_EPS = 1e-6
+
+Read = Callable[[str], Tensor]  # name below the layer -> stored tensor
+
+
+class Gated:
+    """Dense MLP or shared experts: down( glu( gate x, up x ) )."""
+
+    def __init__(self, kernels: Kernels, read: Read, glu: Glu) -> None:
+        self.kernels, self.glu = kernels, glu
+        self.w_gate_up = torch.cat([read("gate_proj.weight"), read("up_proj.weight")])
+        self.w_down = read("down_proj.weight")
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        return F.linear(self.kernels.glu(F.linear(x_TH, self.w_gate_up), self.glu), self.w_down)
+
+
+class Kda:
+    """Kimi Delta Attention (section 2.2). State: conv window and one matrix per head."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, read: Read, f32: Read) -> None:
+        self.kernels = kernels
+        self.heads, self.dim = config.kda_heads, config.kda_head_dim
+        self.eps, self.lower_bound = config.rms_norm_eps, config.gate_lower_bound
+        inner = self.heads * self.dim
+        gate_in = "g_proj.weight" if config.full_rank_gate else "g_a_proj.weight"
+        parts = [read(f"{n}_proj.weight") for n in "qkv"]
+        parts += [read(gate_in), read("f_a_proj.weight"), read("b_proj.weight")]
+        self.widths = [3 * inner, parts[3].shape[0], parts[4].shape[0], parts[5].shape[0]]
+        self.w_in = torch.cat(parts)
+        self.w_gate = None if config.full_rank_gate else read("g_b_proj.weight")
+        self.w_decay = read("f_b_proj.weight")
+        self.conv_weight_CW = torch.cat([f32(f"{n}_conv1d.weight") for n in "qkv"]).squeeze(1)
+        # Stored per head, padded to a multiple with zeros in K3: the first `heads` count.
+        self.a_log_H = f32("A_log").reshape(-1)[: self.heads].contiguous()
+        self.dt_bias_HD = f32("dt_bias").view(self.heads, self.dim)
+        self.w_norm = f32("o_norm.weight")
+        self.w_out = read("o_proj.weight")
+
+    def __call__(self, x_TH: Tensor, batch: Batch, conv: Tensor, state: Tensor) -> Tensor:
+        rows, decode = x_TH.shape[0], len(batch.decode_spans)
+        qkv, gate, decay, beta = F.linear(x_TH, self.w_in).split(self.widths, dim=1)
+        z_THD = F.linear(decay, self.w_decay).view(rows, self.heads, self.dim)
+        if self.w_gate is not None:
+            gate = F.linear(gate, self.w_gate)
+        constants = (
+            self.conv_weight_CW,
+            self.a_log_H,
+            self.dt_bias_HD,
+            self.lower_bound,
+            conv,
+            state,
+        )
+        if decode == rows:
+            o_THD = self.kernels.kda_decode(qkv, z_THD, beta, *constants, batch.slots_D)
+        else:
+            o_THD = x_TH.new_zeros(rows, self.heads, self.dim, dtype=torch.float32)
+            if decode:
+                d = decode
+                o_THD[:d] = self.kernels.kda_decode(
+                    qkv[:d], z_THD[:d], beta[:d], *constants, batch.slots_D
+                )
+            if batch.prefill_spans:
+                spans = [
+                    (s.slot, s.row, s.row + s.length, s.position) for s in batch.prefill_spans
+                ]
+                o_THD += self.kernels.kda_prefill(qkv, z_THD, beta, *constants, spans)
+        gate_THD = gate.view(rows, self.heads, self.dim)
+        o_THD = self.kernels.gated_rms_norm(o_THD.to(x_TH.dtype), self.w_norm, gate_THD, self.eps)
+        # The norm's weight is fp32 in the checkpoint and lifts the product to fp32.
+        return F.linear(o_THD.reshape(rows, -1).to(x_TH.dtype), self.w_out)
+
+
+class Mla:
+    """Gated NoPE multi-head latent attention (section 2.3) over a paged latent cache."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, read: Read) -> None:
+        self.kernels = kernels
+        self.heads, self.rank = config.num_heads, config.kv_lora_rank
+        self.nope, self.rope, self.v = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
+        self.scale = (self.nope + self.rope) ** -0.5
+        self.q_norm = self.w_q_b = None
+        if config.q_lora_rank is None:
+            parts = [read("q_proj.weight")]
+        else:
+            parts = [read("q_a_proj.weight")]
+            self.q_norm, self.w_q_b = read("q_a_layernorm.weight"), read("q_b_proj.weight")
+        parts.append(read("kv_a_proj_with_mqa.weight"))
+        if config.mla_output_gate:
+            parts.append(read("g_proj.weight"))
+        self.widths = [part.shape[0] for part in parts]
+        self.w_in = torch.cat(parts)
+        self.kv_norm = read("kv_a_layernorm.weight")
+        kv_b = read("kv_b_proj.weight").view(self.heads, self.nope + self.v, self.rank)
+        self.w_k_HdR = kv_b[:, : self.nope].contiguous()
+        self.w_v_HvR = kv_b[:, self.nope :].contiguous()
+        self.w_out = read("o_proj.weight")
+
+    def __call__(self, x_TH: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        rows, decode, norm = x_TH.shape[0], len(batch.decode_spans), self.kernels.rms_norm
+        q, kv, *gate = F.linear(x_TH, self.w_in).split(self.widths, dim=1)
+        if self.w_q_b is not None:
+            q = F.linear(norm(q, self.q_norm, LORA_NORM_EPS), self.w_q_b)
+        q_n, q_r = q.view(rows, self.heads, -1).split([self.nope, self.rope], dim=2)
+        latent, k_rope = kv.split([self.rank, self.rope], dim=1)
+        row = torch.cat([norm(latent, self.kv_norm, LORA_NORM_EPS), k_rope], dim=1)
+        cache.index_copy_(0, batch.cache_rows_T, row[: batch.rows])
+        out_THv = x_TH.new_zeros(rows, self.heads, self.v)
+        if decode:
+            out_THv[:decode] = self._decode(q_n, q_r, batch, cache)
+        if batch.prefill_spans:
+            spans = [
+                MlaSpan(s.row, s.row + s.length, s.position, torch.tensor(s.pages))
+                for s in batch.prefill_spans
+            ]
+            prefill_THv = self.kernels.mla_prefill(
+                q_n, q_r, cache, self.w_k_HdR, self.w_v_HvR, spans, self.scale
+            )
+            out_THv[decode : batch.rows] = prefill_THv[decode : batch.rows]
+        out = out_THv.view(rows, -1)
+        if gate:
+            out = out * torch.sigmoid(gate[0])
+        return F.linear(out, self.w_out)
+
+    def _decode(self, q_n: Tensor, q_r: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """Absorbed form: scores against the latents themselves. -> [D, H, v]."""
+        count = len(batch.decode_spans)
+        padded = max(count, MIN_ROWS)  # rows beyond `count` are computed and dropped
+        q_HBR = torch.bmm(q_n[:padded].transpose(0, 1), self.w_k_HdR)
+        o_BHR = self.kernels.mla_decode(
+            q_HBR[:, :count].transpose(0, 1),
+            q_r[:count],
+            cache,
+            batch.page_table_DN,
+            batch.lengths_D,
+            self.scale,
+        )
+        if count < padded:
+            o_BHR = torch.cat([o_BHR, o_BHR.new_zeros(padded - count, *o_BHR.shape[1:])])
+        o_HBv = torch.bmm(o_BHR.transpose(0, 1), self.w_v_HvR.transpose(1, 2))
+        return o_HBv[:, :count].transpose(0, 1)
+
+
+class Router:
+    """Full-width sigmoid router in fp32 (section 2.4)."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, f32: Read) -> None:
+        self.kernels = kernels
+        self.weight, self.bias = f32("gate.weight"), f32("gate.e_score_correction_bias")
+        self.top_k, self.renormalize = config.experts_per_token, config.renormalize
+        self.scaling = config.routed_scaling
+
+    def __call__(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x_TH.float(), self.weight)
+        return self.kernels.route(logits, self.bias, self.top_k, self.renormalize, self.scaling)

@@ -1,0 +1,242 @@
+"""The attention half of the model: everything but the routed experts (k3-model.md section 2).
+
+One forward serves K3 and the 48B family, decode and prefill, one process or two tiers: the
+routed experts are behind an Exchange, the residual scheme behind a Residual.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expertmesh.actors.exchange.base import Exchange
+from expertmesh.actors.experts.bank import glu_of
+from expertmesh.actors.model.batch import MIN_ROWS, Batch
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.layers import Gated, Kda, Mla, Router
+from expertmesh.actors.model.residual import (
+    AttnResWeights,
+    BlockResidual,
+    PlainResidual,
+    Residual,
+)
+from expertmesh.actors.state.model_state import ModelState
+from expertmesh.kernels.registry import Kernels
+
+
+class TensorSource(Protocol):
+    def tensor(self, name: str) -> Tensor: ...
+
+
+@dataclass
+class RoutingTrace:
+    """Chosen experts of every batch row, sorted ascending, per MoE layer: layer -> int64 [T, K]."""
+
+    layers: dict[int, Tensor] = field(default_factory=dict)
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """int16 [end - begin, MoE layers, K]."""
+        return torch.stack(
+            [self.layers[i][begin:end] for i in sorted(self.layers)], dim=1
+        ).to(torch.int16)
+
+
+class LatentMoe:
+    """Section 2.4. The routed sum comes from the exchange; shared experts run while it travels."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        read: Callable[[str], Tensor],
+        f32: Callable[[str], Tensor],
+    ) -> None:
+        self.kernels, self.eps = kernels, config.rms_norm_eps
+        self.router = Router(config, kernels, f32)
+        self.w_down = self.w_up = self.w_norm = None
+        if config.has_latent:
+            self.w_down = read("routed_expert_down_proj.weight")
+            self.w_up = read("routed_expert_up_proj.weight")
+        if config.latent_norm:
+            self.w_norm = read("routed_expert_norm.weight")
+        self.shared: Gated | None = None
+        if config.num_shared_experts:
+            self.shared = Gated(
+                kernels, lambda name: read(f"shared_experts.{name}"), glu_of(config)
+            )
+
+    def latent(self, x_TH: Tensor) -> Tensor:
+        return x_TH if self.w_down is None else F.linear(x_TH, self.w_down)
+
+    def finish(self, routed_TD: Tensor, x_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
+        out = routed_TD.to(x_TH.dtype)
+        if self.w_norm is not None:
+            out = self.kernels.rms_norm(out, self.w_norm, self.eps)
+        if self.w_up is not None:
+            out = F.linear(out, self.w_up)
+        return out if shared_TH is None else out + shared_TH
+
+
+class Model:
+    """Weights of the attention half on one device, and the forward pass over them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        source: TensorSource,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.kernels = config, kernels
+        self.dtype, self.device = dtype, torch.device(device)
+
+        def read(name: str) -> Tensor:
+            return source.tensor(name).to(self.device, dtype, copy=True)
+
+        def f32(name: str) -> Tensor:
+            return source.tensor(name).to(self.device, torch.float32, copy=True)
+
+        self.w_embed = read("model.embed_tokens.weight")
+        self.w_head = read("lm_head.weight")
+        self.w_norm = read("model.norm.weight")
+        self.attn_res = AttnResWeights(config, f32) if config.attn_res_block else None
+        self.norms: list[tuple[Tensor, Tensor]] = []
+        self.attention: list[Kda | Mla] = []
+        self.ffn: list[Gated | LatentMoe] = []
+        for i in range(config.num_layers):
+            below = f"model.layers.{i}."
+            self.norms.append(
+                (
+                    read(f"{below}input_layernorm.weight"),
+                    read(f"{below}post_attention_layernorm.weight"),
+                )
+            )
+            attn, attn32 = _below(read, f"{below}self_attn."), _below(f32, f"{below}self_attn.")
+            self.attention.append(
+                Kda(config, kernels, attn, attn32)
+                if config.is_kda(i)
+                else Mla(config, kernels, attn)
+            )
+            if config.is_moe(i):
+                moe = f"{below}block_sparse_moe."
+                self.ffn.append(LatentMoe(config, kernels, _below(read, moe), _below(f32, moe)))
+            else:
+                self.ffn.append(Gated(kernels, _below(read, f"{below}mlp."), glu_of(config)))
+
+    def new_state(self, pages: int, slots: int) -> ModelState:
+        return ModelState(self.config, pages, slots, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: Batch,
+        state: ModelState,
+        exchange: Exchange,
+        trace: RoutingTrace | None = None,
+        *,
+        ping_pong: bool = False,
+    ) -> Tensor:
+        """One step. Writes the state of every span; returns logits fp32 [R, V].
+
+        ping_pong: two micro-batches in flight, so that the exchange of one hides behind the
+        attention of the other. The plain loop is its slow twin: same bits, row by row.
+        """
+        halves = batch.split() if ping_pong and trace is None else None
+        exchange.begin_step(batch.rows)
+        if halves is None:
+            logits_RV = _run(self._stages(batch, state, exchange, trace, 0))
+        else:
+            left, right = (
+                self._stages(half, state, exchange, None, micro)
+                for micro, half in enumerate(halves)
+            )
+            logits_RV = torch.cat(_run_both(left, right))
+        exchange.end_step()
+        return logits_RV
+
+    def _stages(
+        self,
+        batch: Batch,
+        state: ModelState,
+        exchange: Exchange,
+        trace: RoutingTrace | None,
+        micro: int,
+    ) -> Generator[None, None, Tensor]:
+        """The layer loop; pauses between each dispatch and its combine."""
+        config, norm, eps = self.config, self.kernels.rms_norm, self.config.rms_norm_eps
+        residual = self._embed(batch)
+        for i in range(config.num_layers):
+            attention, ffn = self.attention[i], self.ffn[i]
+            x_TH = norm(residual.attention_input(i), self.norms[i][0], eps)
+            if isinstance(attention, Kda):
+                k = config.kda_index(i)
+                residual.add_attention(attention(x_TH, batch, state.conv[k], state.kda[k]))
+            else:
+                cache = state.latents[config.mla_index(i)]
+                residual.add_attention(attention(x_TH, batch, cache))
+            x_TH = norm(residual.ffn_input(i), self.norms[i][1], eps)
+            if isinstance(ffn, Gated):
+                residual.add_ffn(ffn(x_TH))
+                continue
+            n = batch.rows
+            ids_TK, weights_TK = ffn.router(x_TH)
+            z_TD = ffn.latent(x_TH)
+            pending = exchange.dispatch(i, z_TD[:n], ids_TK[:n], weights_TK[:n], micro)
+            if trace is not None:
+                trace.layers[i] = ids_TK[:n].sort(dim=1).values
+            shared_TH = None if ffn.shared is None else ffn.shared(x_TH)
+            yield
+            routed_TD = _pad_rows(exchange.combine(pending), x_TH.shape[0])
+            residual.add_ffn(ffn.finish(routed_TD, x_TH, shared_TH))
+        last_RH = residual.output()[_padded_index(batch.logit_rows_R)]
+        logits = F.linear(norm(last_RH, self.w_norm, eps), self.w_head).float()
+        return logits[: batch.logit_rows_R.shape[0]]
+
+    def _embed(self, batch: Batch) -> Residual:
+        x_TH = _pad_rows(F.embedding(batch.token_ids_T.to(self.device), self.w_embed), MIN_ROWS)
+        if self.attn_res is None:
+            return PlainResidual(x_TH)
+        return BlockResidual(x_TH, self.attn_res, self.kernels)
+
+
+def _below(read: Callable[[str], Tensor], prefix: str) -> Callable[[str], Tensor]:
+    return lambda name: read(prefix + name)
+
+
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
+    """Zero rows up to at least `rows`."""
+    missing = rows - x.shape[0]
+    return x if missing <= 0 else F.pad(x, (0, 0, 0, missing))
+
+
+def _padded_index(rows_R: Tensor) -> Tensor:
+    """Repeats row 0 so that the head's matmul has at least MIN_ROWS rows."""
+    missing = MIN_ROWS - rows_R.shape[0]
+    return rows_R if missing <= 0 else F.pad(rows_R, (0, missing))
+
+
+def _run(stages: Generator[None, None, Tensor]) -> Tensor:
+    while True:
+        try:
+            next(stages)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+
+
+def _run_both(
+    left: Generator[None, None, Tensor], right: Generator[None, None, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Alternates: while one half's rows are with the experts, the other half computes."""
+    results: list[Tensor] = []
+    while len(results) < 2:
+        for stages in (left, right):
+            try:
+                next(stages)
+            except StopIteration as done:
+                results.append(done.value)
+    return results[0], results[1]

@@ -1,0 +1,103 @@
+"""How layer outputs meet: Block Attention Residuals (K3) or the ordinary sum (48B).
+
+Both answer the same four questions, so the model's layer loop knows no family.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.kernels.registry import Kernels
+
+ATTN_RES_EPS = 1e-5
+
+
+class Residual(Protocol):
+    def attention_input(self, layer: int) -> Tensor: ...
+    def add_attention(self, a_TH: Tensor) -> None: ...
+    def ffn_input(self, layer: int) -> Tensor: ...
+    def add_ffn(self, m_TH: Tensor) -> None: ...
+    def output(self) -> Tensor: ...
+
+
+class PlainResidual:
+    """x += Attn(norm x); x += FFN(norm x)."""
+
+    def __init__(self, embedded_TH: Tensor) -> None:
+        self._x = embedded_TH
+
+    def attention_input(self, layer: int) -> Tensor:
+        return self._x
+
+    def add_attention(self, a_TH: Tensor) -> None:
+        self._x = self._x + a_TH
+
+    ffn_input = attention_input
+    add_ffn = add_attention
+
+    def output(self) -> Tensor:
+        return self._x
+
+
+class AttnResWeights:
+    """One score vector (norm ∘ proj, fp32 [H]) per site: attention, FFN of each layer, output."""
+
+    def __init__(self, config: ModelConfig, read_f32: "Reader") -> None:
+        def score(stem: str) -> Tensor:
+            return read_f32(f"{stem}_norm.weight") * read_f32(f"{stem}_proj.weight").view(-1)
+
+        layers = range(config.num_layers)
+        self.block = config.attn_res_block or config.num_layers
+        self.attention = [score(f"model.layers.{i}.self_attention_res") for i in layers]
+        self.ffn = [score(f"model.layers.{i}.mlp_res") for i in layers]
+        self.output = score("model.output_attn_res")
+        self.sources = -(-config.num_layers // self.block) + 1
+
+
+class Reader(Protocol):
+    def __call__(self, name: str) -> Tensor: ...
+
+
+class BlockResidual:
+    """Section 2.1. Bank and running sum share one buffer [N, T, H]: freezing a block is `n += 1`.
+
+    sources = buffer[: n + 1], the running sum last.
+    """
+
+    def __init__(self, embedded_TH: Tensor, weights: AttnResWeights, kernels: Kernels) -> None:
+        self._weights, self._mix = weights, kernels.attn_res_mix
+        self._buffer = embedded_TH.new_empty(weights.sources, *embedded_TH.shape)
+        self._buffer[0] = embedded_TH
+        self._frozen = 0
+        self._restart = False
+
+    def _mixed(self, score_H: Tensor) -> Tensor:
+        if self._frozen == 0:
+            return self._buffer[0]
+        return self._mix(self._buffer[: self._frozen + 1], score_H, ATTN_RES_EPS)
+
+    def attention_input(self, layer: int) -> Tensor:
+        # The mix before a block's first attention still sees the old bank; the push comes after.
+        h_TH = self._mixed(self._weights.attention[layer])
+        self._restart = layer % self._weights.block == 0
+        if self._restart:
+            self._frozen += 1
+        return h_TH
+
+    def add_attention(self, a_TH: Tensor) -> None:
+        running = self._buffer[self._frozen]
+        if self._restart:
+            running.copy_(a_TH)
+        else:
+            running.add_(a_TH)
+
+    def ffn_input(self, layer: int) -> Tensor:
+        return self._mixed(self._weights.ffn[layer])
+
+    def add_ffn(self, m_TH: Tensor) -> None:
+        self._buffer[self._frozen].add_(m_TH)
+
+    def output(self) -> Tensor:
+        return self._mixed(self._weights.output)

@@ -1,0 +1,55 @@
+"""Per-sequence state of all layers: paged MLA latents and KDA slots (k3-model.md section 5)."""
+
+import torch
+from torch import Tensor
+
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.model.config import ModelConfig
+
+
+def bytes_per_page(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one 64-token page over all MLA layers."""
+    layers = config.num_layers - len(config.kda_layers)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    return layers * PAGE_TOKENS * width * dtype.itemsize
+
+
+def bytes_per_slot(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one sequence's KDA matrices (fp32) and conv windows over all KDA layers."""
+    inner = config.kda_heads * config.kda_head_dim
+    matrix = inner * config.kda_head_dim * torch.float32.itemsize
+    window = (config.conv_kernel - 1) * 3 * inner * dtype.itemsize
+    return len(config.kda_layers) * (matrix + window)
+
+
+class ModelState:
+    """latents [mla layers, pages * 64, R + r]; kda [kda layers, slots, H, Dk, Dv] fp32;
+    conv [kda layers, slots, W - 1, 3 * H * D]. A page is 64 tokens; row = page * 64 + offset."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pages: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        heads, width = config.kda_heads, config.kda_head_dim
+        kda, mla = len(config.kda_layers), config.num_layers - len(config.kda_layers)
+        rank = config.kv_lora_rank + config.qk_rope_head_dim
+        self.pages, self.slots = pages, slots
+        self.latents = torch.zeros(mla, pages * PAGE_TOKENS, rank, dtype=dtype, device=device)
+        self.kda = torch.zeros(
+            kda, slots, heads, width, width, dtype=torch.float32, device=device
+        )
+        self.conv = torch.zeros(
+            kda, slots, config.conv_kernel - 1, 3 * heads * width, dtype=dtype, device=device
+        )
+
+    def zero_slot(self, slot: int) -> None:
+        """A new owner must start from the empty state, whatever its first span's length."""
+        self.kda[:, slot].zero_()
+        self.conv[:, slot].zero_()
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.latents, self.kda, self.conv
