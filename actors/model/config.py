@@ -158,7 +158,9 @@ def load_config(folder: str | Path) -> ModelConfig:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+) -> ModelConfig:
     """ModelConfig from the parsed JSON of `config.json` and `generation_config.json`.
 
     The end-of-text ids are the union of what the three places declare (config, its text_config,

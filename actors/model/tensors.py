@@ -72,7 +72,9 @@ def _kda(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{prefix}{kind}_conv1d.weight", (width, 1, config.conv_kernel), small)
     yield TensorSpec(f"{prefix}f_a_proj.weight", (dim, hidden))
     yield TensorSpec(f"{prefix}f_b_proj.weight", (width, dim))
-    a_log_shape = (heads,) if config.family == "kimi_k3" else (1, 1, heads, 1)
+    # K3 stores 96 values padded with zeros to 128; see checkpoint.py for what is accepted.
+    padded = -(-heads // 128) * 128
+    a_log_shape = (padded,) if config.family == "kimi_k3" else (1, 1, heads, 1)
     yield TensorSpec(f"{prefix}A_log", a_log_shape, _FLOAT32)
     yield TensorSpec(f"{prefix}dt_bias", (width,), _FLOAT32)
     yield TensorSpec(f"{prefix}b_proj.weight", (heads, hidden))
@@ -95,9 +97,7 @@ def _mla(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{prefix}q_a_proj.weight", (config.q_lora_rank, hidden))
         yield TensorSpec(f"{prefix}q_a_layernorm.weight", (config.q_lora_rank,))
         yield TensorSpec(f"{prefix}q_b_proj.weight", (q_width, config.q_lora_rank))
-    yield TensorSpec(
-        f"{prefix}kv_a_proj_with_mqa.weight", (rank + config.qk_rope_head_dim, hidden)
-    )
+    yield TensorSpec(f"{prefix}kv_a_proj_with_mqa.weight", (rank + config.qk_rope_head_dim, hidden))
     yield TensorSpec(f"{prefix}kv_a_layernorm.weight", (rank,))
     kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
     yield TensorSpec(f"{prefix}kv_b_proj.weight", (kv_width, rank))
@@ -138,9 +138,7 @@ def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {"w1": (inner, latent), "w2": (latent, inner), "w3": (inner, latent)}
 
 
-def expert_part(
-    config: ModelConfig, layer: int, expert: int, packed: bool
-) -> Iterator[TensorSpec]:
+def expert_part(config: ModelConfig, layer: int, expert: int, packed: bool) -> Iterator[TensorSpec]:
     """One routed expert, as mxfp4 (`packed`, two U8 tensors per matrix) or as plain matrices."""
     prefix = expert_prefix(layer, expert)
     for name, (rows, columns) in expert_shapes(config).items():
