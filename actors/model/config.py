@@ -91,6 +91,7 @@ class ModelConfig(BaseModel):
     bos: int | None
     eos: tuple[int, ...]
     pad: int | None
+    mtp_layers: int = 0  # multi-token-prediction layers that the files may hold; never loaded
     quantization: Quantization | None = None
 
     @model_validator(mode="after")
@@ -241,6 +242,7 @@ def parse_config(
         bos=bos[0] if bos else None,
         eos=tuple(declared_ids("eos_token_id")),
         pad=pad[0] if pad else None,
+        mtp_layers=text.num_nextn_predict_layers or 0,
         quantization=_quantization(text, where),
     )
 

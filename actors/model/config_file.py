@@ -150,10 +150,11 @@ def token_ids(key: str, value: object, vocab_size: int) -> list[int]:
     """The ids in `value` (an int, a list of ints, or None). Raises ConfigError naming `key`."""
     if value is None:
         return []
-    ids = value if isinstance(value, list) else [value]
-    for token in ids:
+    ids: list[int] = []
+    for token in value if isinstance(value, list) else [value]:
         if isinstance(token, bool) or not isinstance(token, int):
             raise ConfigError(f"{key}: expected an integer, a list of integers or null")
         if not 0 <= token < vocab_size:
             raise ConfigError(f"{key}: {token} is outside 0..{vocab_size - 1} (vocab_size)")
+        ids.append(token)
     return ids

@@ -2,8 +2,8 @@
 
 `write_checkpoint(folder)` writes config.json, the shards and their index. Weights depend on (seed,
 tensor name) only: another number of shards or another storage of the experts gives the same model.
-Experts are drawn as mxfp4, and `experts="bf16"` stores exactly the decoded values (every mxfp4 value
-fits bf16), so a packed and a bf16 checkpoint with one seed give the same logits.
+Experts are drawn as mxfp4, and `experts="bf16"` stores exactly the decoded values (every mxfp4
+value fits bf16), so a packed and a bf16 checkpoint with one seed give the same logits.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer in K3's file format: 256 one-byte ranks, then K3's 256 reserved specials."""
+"""A byte-level tokenizer in K3's file format: 256 one-byte ranks, then K3's 256 specials."""
 
 import base64
 import json

@@ -1,0 +1,209 @@
+"""Do the tensors in the files fit the config: names, shapes, dtypes, for the whole model at once.
+
+A tensor that is missing would leave random memory in a parameter, a surplus one means that config
+and weights are of different models (C3). Both are refused before anything is served.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.shard import CheckpointError, Entry, Shard
+from expertmesh.actors.model.shard_set import shorten
+from expertmesh.actors.model.tensors import (
+    GROUP_SIZE,
+    TensorSpec,
+    attention_part,
+    expert_prefix,
+    expert_shapes,
+    packed_matrix,
+)
+
+_log = logging.getLogger(__name__)
+
+# Parts of published checkpoints that the text path does not use. Anything else that the config
+# does not ask for is refused.
+IGNORED_PREFIXES = ("vision_tower.", "mm_projector.", "mtp.", "model.mtp.")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+@dataclass(slots=True)
+class Inventory:
+    """The checked tensors. Names are without the family prefix."""
+
+    where: dict[str, tuple[Shard, str]] = field(default_factory=dict)  # name -> shard, full name
+    attention: list[str] = field(default_factory=list)
+    packed: set[tuple[int, int, str]] = field(default_factory=set)  # (layer, expert, "w1"...)
+    ignored: list[tuple[Shard, str]] = field(default_factory=list)
+
+    def entry(self, name: str) -> Entry:
+        """Dtype, shape and place of tensor `name`. KeyError when there is none."""
+        shard, full = self.where[name]
+        return shard.entries[full]
+
+
+def take_inventory(config: ModelConfig, shards: list[Shard]) -> Inventory:
+    """Check every tensor of `shards` against `config`.
+
+    Raises CheckpointError with the first ten findings and their number; each names the tensor and,
+    where there is one, the shard.
+    """
+    inventory = Inventory()
+    for shard in shards:
+        for full in shard.entries:
+            name = full.removeprefix(config.tensor_prefix)
+            if _ignorable(config, name):
+                inventory.ignored.append((shard, full))
+            elif name in inventory.where:
+                other = inventory.where[name][0].path.name
+                raise CheckpointError(f"tensor {name} is in {other} and in {shard.path.name}")
+            else:
+                inventory.where[name] = (shard, full)
+    unseen = set(inventory.where)
+    missing: list[str] = []
+    wrong: list[str] = []
+
+    def check(spec: TensorSpec) -> None:
+        if spec.name not in inventory.where:
+            missing.append(f"{config.tensor_prefix}{spec.name} is missing")
+            return
+        unseen.discard(spec.name)
+        wrong.extend(_findings(config, spec, *inventory.where[spec.name]))
+
+    for spec in attention_part(config):
+        inventory.attention.append(spec.name)
+        check(spec)
+    for layer in config.moe_layers:
+        for expert in range(config.num_experts):
+            for spec in _stored_expert(config, inventory, layer, expert):
+                check(spec)
+    _refuse(config, missing, wrong, unseen, inventory)
+    if inventory.ignored:
+        prefixes = sorted({full.split(".", 1)[0] for _, full in inventory.ignored})
+        _log.info(
+            "checkpoint: %d tensors not used by the text model ignored (%s)",
+            len(inventory.ignored),
+            ", ".join(prefixes),
+        )
+    _warn_of_other_storage(config, inventory)
+    return inventory
+
+
+def _stored_expert(
+    config: ModelConfig, inventory: Inventory, layer: int, expert: int
+) -> Iterator[TensorSpec]:
+    """The tensors of one expert. How a matrix is stored is decided by what the file holds: the
+    ignore list of the published config is incomplete (k3-model.md 3.3)."""
+    prefix = expert_prefix(layer, expert)
+    for matrix, (rows, columns) in expert_shapes(config).items():
+        name = f"{prefix}{matrix}"
+        if f"{name}.weight_packed" in inventory.where or f"{name}.weight_scale" in inventory.where:
+            inventory.packed.add((layer, expert, matrix))
+            yield from packed_matrix(name, rows, columns)
+        elif f"{name}.weight" not in inventory.where and config.quantization is not None:
+            yield from packed_matrix(name, rows, columns)  # so that the missing ones are named
+        else:
+            yield TensorSpec(f"{name}.weight", (rows, columns))
+
+
+def _findings(config: ModelConfig, spec: TensorSpec, shard: Shard, full: str) -> Iterator[str]:
+    entry, place = shard.entries[full], f"{full} in {shard.path.name}"
+    if entry.dtype not in spec.dtypes:
+        yield f"{place}: dtype {entry.dtype}, expected {' or '.join(spec.dtypes)}"
+    if spec.name.endswith(".A_log"):
+        if not _a_log_shape_fits(config, entry.shape):
+            heads = config.kda_heads
+            yield (
+                f"{place}: shape {list(entry.shape)}, expected [{heads}], [{heads} padded with "
+                f"zeros] or [1, 1, {heads}, 1]"
+            )
+    elif entry.shape != spec.shape:
+        groups = f" (group size {GROUP_SIZE})" if full.endswith("weight_scale") else ""
+        yield f"{place}: shape {list(entry.shape)}, expected {list(spec.shape)}{groups}"
+    if full.endswith("weight_packed") and spec.shape[1] * 2 % GROUP_SIZE:
+        yield f"{place}: {spec.shape[1] * 2} columns are no multiple of the group size {GROUP_SIZE}"
+
+
+def _a_log_shape_fits(config: ModelConfig, shape: tuple[int, ...]) -> bool:
+    """One value per head. One per channel ([H*D] or [H, D]) would load and decay wrongly (C11)."""
+    heads = config.kda_heads
+    if len(shape) == 1:
+        padded_to = max(2 * heads, -(-heads // 128) * 128)
+        per_channel = config.kda_head_dim > 1 and shape[0] == heads * config.kda_head_dim
+        return heads <= shape[0] <= padded_to and not per_channel
+    return shape == (1, 1, heads, 1)
+
+
+def _ignorable(config: ModelConfig, name: str) -> bool:
+    if name.startswith(IGNORED_PREFIXES) or name.endswith(IGNORED_SUFFIXES):
+        return True
+    if config.mtp_layers:  # published as further layers after the last one
+        match = re.match(r"model\.layers\.(\d+)\.", name)
+        last = config.num_layers + config.mtp_layers
+        return match is not None and config.num_layers <= int(match[1]) < last
+    return False
+
+
+def _refuse(
+    config: ModelConfig,
+    missing: list[str],
+    wrong: list[str],
+    unseen: set[str],
+    inventory: Inventory,
+) -> None:
+    extra = [
+        f"{inventory.where[n][1]} in {inventory.where[n][0].path.name}" for n in sorted(unseen)
+    ]
+    parts = []
+    if wrong:
+        parts.append(f"{len(wrong)} wrong: {shorten(wrong)}")
+    if missing:
+        parts.append(f"{len(missing)} missing: {shorten(missing)}")
+    if extra:
+        parts.append(f"{len(extra)} not asked for by the config: {shorten(extra)}")
+    if any(".experts." in name and not re.search(r"\.experts\.\d+\.", name) for name in unseen):
+        parts.append(
+            "stacked or fused experts are not read, only "
+            "block_sparse_moe.experts.{e}.{w1,w2,w3}.{weight | weight_packed + weight_scale}"
+        )
+    if parts:
+        raise CheckpointError("tensors do not fit the config: " + "; ".join(parts))
+
+
+def _warn_of_other_storage(config: ModelConfig, inventory: Inventory) -> None:
+    """One line when the config's quantization claim and the files disagree; the files win (C10)."""
+    differs = []
+    for layer in config.moe_layers:
+        for matrix in expert_shapes(config):
+            # Ignore lists name kinds of modules, so the first expert speaks for its layer.
+            module = f"{expert_prefix(layer, 0)}{matrix}"
+            claim = claims_packed(config, module)
+            stored = sum((layer, e, matrix) in inventory.packed for e in range(config.num_experts))
+            if stored != (config.num_experts if claim else 0):
+                differs.append(f"{config.tensor_prefix}{module}")
+    if differs:
+        _log.warning(
+            "checkpoint: quantization_config and the stored experts disagree at %d modules, the "
+            "files are followed: %s",
+            len(differs),
+            shorten(differs),
+        )
+
+
+def claims_packed(config: ModelConfig, module: str) -> bool:
+    """Whether `quantization_config` says that `module` (no family prefix) is mxfp4.
+
+    Its ignore entries are exact names or `re:` patterns, and occur with and without the prefix.
+    """
+    if config.quantization is None:
+        return False
+    names = (module, config.tensor_prefix + module)
+    for pattern in config.quantization.ignore:
+        if pattern.startswith("re:"):
+            if any(re.match(pattern[3:], name) for name in names):
+                return False
+        elif pattern in names:
+            return False
+    return True
