@@ -107,6 +107,7 @@ class Model:
         self.attn_res = AttnResWeights(config, f32) if config.attn_res_block else None
         self.norms: list[tuple[Tensor, Tensor]] = []
         self.attention: list[Kda | Mla] = []
+        self.state_index: list[int] = []  # layer -> its row of the KDA or the MLA state
         self.ffn: list[Gated | LatentMoe] = []
         for i in range(config.num_layers):
             below = f"model.layers.{i}."
@@ -115,6 +116,9 @@ class Model:
                     read(f"{below}input_layernorm.weight"),
                     read(f"{below}post_attention_layernorm.weight"),
                 )
+            )
+            self.state_index.append(
+                config.kda_index(i) if config.is_kda(i) else config.mla_index(i)
             )
             attn, attn32 = _below(read, f"{below}self_attn."), _below(f32, f"{below}self_attn.")
             self.attention.append(
@@ -173,12 +177,11 @@ class Model:
         for i in range(config.num_layers):
             attention, ffn = self.attention[i], self.ffn[i]
             x_TH = norm(residual.attention_input(i), self.norms[i][0], eps)
+            at = self.state_index[i]
             if isinstance(attention, Kda):
-                k = config.kda_index(i)
-                residual.add_attention(attention(x_TH, batch, state.conv[k], state.kda[k]))
+                residual.add_attention(attention(x_TH, batch, state.conv[at], state.kda[at]))
             else:
-                cache = state.latents[config.mla_index(i)]
-                residual.add_attention(attention(x_TH, batch, cache))
+                residual.add_attention(attention(x_TH, batch, state.latents[at]))
             x_TH = norm(residual.ffn_input(i), self.norms[i][1], eps)
             if isinstance(ffn, Gated):
                 residual.add_ffn(ffn(x_TH))
