@@ -1,0 +1,262 @@
+"""The exchange over the mesh: rows out to the expert actors, partial sums back.
+
+T rows, D latent width, K experts per token. One row travels per (token, expert actor that holds
+at least one of its experts); the partial sums come back in float32 and are added in rank order, so
+a result does not depend on which actor answers first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertmesh.actors.exchange.base import ExchangeError
+from expertmesh.actors.exchange.control import AttentionControl, StepPlan
+from expertmesh.actors.exchange.layouts import (
+    AttentionEnd,
+    ExactAttention,
+    Flight,
+    Formats,
+    PaddedAttention,
+)
+from expertmesh.actors.exchange.process_group import Groups, Where
+from expertmesh.actors.exchange.roster import Roster
+from expertmesh.actors.exchange.settings import ExchangeSettings
+from expertmesh.actors.exchange.wire import (
+    Frame,
+    Round,
+    combine_sections,
+    dispatch_sections,
+    to_float8,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8}
+
+
+def formats_of(settings: ExchangeSettings, width: int, top_k: int, device: torch.device) -> Formats:
+    name = settings.dispatch_dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    dispatch = dispatch_sections(DTYPES[name], width, top_k)
+    return Formats(dispatch, combine_sections(DTYPES[settings.combine_dtype], width))
+
+
+def is_padded(settings: ExchangeSettings, device: torch.device) -> bool:
+    if settings.layout == "auto":
+        return device.type == "cuda"
+    return settings.layout == "padded"
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A posted round and, per expert actor, which of the chunk's rows went there (None: all)."""
+
+    flight: Flight
+    begin: int
+    rows: int
+    sent: list[Tensor | None]
+    counts: list[int]
+
+
+@dataclass(slots=True)
+class Pending:
+    """Rows on their way: what dispatch returns and combine takes."""
+
+    rows: int
+    chunks: list[Chunk]
+    fillers: list[Chunk]  # empty rounds of micro-batches that only other ranks have
+
+
+class MeshExchange:
+    """One attention rank's end. Not thread-safe: one engine thread drives it."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        rank: int,
+        settings: ExchangeSettings,
+        *,
+        width: int,
+        top_k: int,
+        num_experts: int,
+        host: str,
+        device: torch.device | str = "cpu",
+        on_wake: Callable[[], None] | None = None,
+    ) -> None:
+        """Meets the other ranks of the epoch; raises ExchangeError when they do not come.
+
+        host: the address other ranks reach this process at. on_wake: called from another thread
+        when a peer opens a step or is lost, see `peer_waiting`.
+        """
+        self.device = torch.device(device)
+        self.roster, self._max_rows = roster, settings.max_rows
+        self._width, self._top_k = width, top_k
+        self._groups = Groups(roster, rank, settings, self.device, host)
+        formats = formats_of(settings, width, top_k, self.device)
+        self._dtype = formats.dispatch[0].dtype
+        padded = is_padded(settings, self.device)
+        end = PaddedAttention if padded else ExactAttention
+        self._end: AttentionEnd = end(self._groups, formats, settings.max_rows)
+        self._tables = {
+            layer: [table.to(self.device) for table in tables]
+            for layer, tables in roster.slot_tables(num_experts).items()
+        }
+        self._control = AttentionControl(self._groups, on_wake)
+        self._plan: StepPlan | None = None
+        self._micros = 1
+        self._in_flight: set[int] = set()
+        self.rows_sent = 0
+
+    @property
+    def peer_waiting(self) -> bool:
+        """Another replica has opened a step (or is lost): the engine must call begin_step."""
+        return self._control.peer_waiting
+
+    def begin_step(self, rows: int, micros: int = 1) -> None:
+        """Enters the next step with all ranks. `rows`: at most so many in any one dispatch."""
+        if self._plan is not None:
+            raise self._misuse("open", "begin_step inside a step")
+        self._micros = micros
+        self._plan = self._control.open(rows, micros, self._max_rows)
+
+    def end_step(self) -> None:
+        if self._in_flight:
+            raise self._misuse("close", f"micro-batches {sorted(self._in_flight)} never combined")
+        self._plan = None
+
+    def join_step(self) -> None:
+        """A whole step without rows, for a replica that has no work while another has."""
+        self.begin_step(0)
+        nothing = torch.empty(0, self._width, device=self.device)
+        ids = torch.empty(0, self._top_k, dtype=torch.int64, device=self.device)
+        weights = torch.empty(0, self._top_k, device=self.device)
+        for layer in self.roster.layers:
+            self.combine(self.dispatch(layer, nothing, ids, weights))
+        self.end_step()
+
+    def dispatch(
+        self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, micro: int = 0
+    ) -> Pending:
+        """Sends every row to the actors that hold its experts; returns at once."""
+        plan = self._plan
+        if plan is None or layer not in self._tables or micro >= self._micros:
+            raise self._misuse("dispatch", f"layer {layer}, micro-batch {micro} is not in the step")
+        if micro in self._in_flight:
+            raise self._misuse("dispatch", f"micro-batch {micro} is still in flight")
+        rows, most = z_TD.shape[0], self._max_rows
+        if rows > plan.chunks * most:
+            raise self._misuse("dispatch", f"{rows} rows after a begin_step of fewer")
+        self._in_flight.add(micro)
+        pending = Pending(rows, [], [])
+        for chunk in range(plan.chunks):
+            at = Round(plan.epoch, plan.step, layer, micro, chunk)
+            part = slice(chunk * most, (chunk + 1) * most)
+            pending.chunks.append(
+                self._post(at, chunk * most, z_TD[part], ids_TK[part], weights_TK[part])
+            )
+        if micro == self._micros - 1:
+            for extra in range(self._micros, plan.micros):
+                for chunk in range(plan.chunks):
+                    at = Round(plan.epoch, plan.step, layer, extra, chunk)
+                    empty = self._post(at, 0, z_TD[:0], ids_TK[:0], weights_TK[:0])
+                    pending.fillers.append(empty)
+        return pending
+
+    def combine(self, pending: Pending) -> Tensor:
+        """fp32 [T, D]: the sum over all experts of every row. Raises ExchangeError."""
+        y_TD = torch.zeros(pending.rows, self._width, device=self.device)
+        for chunk in pending.chunks:
+            replies = self._land(chunk)
+            part_TD = y_TD[chunk.begin : chunk.begin + chunk.rows]
+            for frame, rows, count in zip(replies, chunk.sent, chunk.counts, strict=True):
+                if not count:
+                    continue
+                (sum_ND,) = frame.views(count)
+                if rows is None:
+                    part_TD += sum_ND
+                else:
+                    part_TD.index_add_(0, rows, sum_ND.float())
+        for filler in pending.fillers:
+            self._land(filler)
+        self._in_flight.discard(pending.chunks[0].flight.at.micro)
+        return y_TD
+
+    def close(self) -> None:
+        """Leaves the epoch: the expert actors' loops end, other replicas see that we left."""
+        try:
+            self._control.leave()
+        except ExchangeError:
+            pass  # the epoch is broken already; closing the sockets tells the rest
+        self._groups.close()
+
+    def abort(self) -> None:
+        """Breaks the epoch at once, from any thread: every wait on every rank fails."""
+        self._groups.close()
+
+    def _post(
+        self, at: Round, begin: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Chunk:
+        assert self._plan is not None
+        capacity = self._plan.capacity
+        scale_T1 = None
+        if self._dtype == torch.uint8:
+            z_TD, scale_T1 = to_float8(z_TD)
+        elif z_TD.dtype != self._dtype:
+            z_TD = z_TD.to(self._dtype)
+        sent: list[Tensor | None] = []
+        counts = []
+        frames = self._end.outgoing(at, capacity)
+        for frame, slot_of in zip(frames, self._tables[at.layer], strict=True):
+            rows, count = _fill(frame, at, slot_of, z_TD, ids_TK, weights_TK, scale_T1)
+            sent.append(rows)
+            counts.append(count)
+        self.rows_sent += sum(counts)
+        return Chunk(self._end.post(at, capacity, counts), begin, z_TD.shape[0], sent, counts)
+
+    def _land(self, chunk: Chunk) -> list[Frame]:
+        at = chunk.flight.at
+        replies = self._end.land(chunk.flight)
+        for expert, (frame, count) in enumerate(zip(replies, chunk.counts, strict=True)):
+            wrong = frame.mismatch(at)
+            if wrong is None and frame.rows != count:
+                wrong = f"header mismatch: {count} rows went out, {frame.rows} came back"
+            if wrong is not None:
+                self._groups.close()
+                peer = self.roster.attention + expert
+                raise Where(peer, at.layer, "combine", at.step).error(wrong)
+        return replies
+
+    def _misuse(self, phase: str, reason: str) -> ExchangeError:
+        """The model and the exchange disagree on the step: nobody else may wait for it."""
+        self._groups.close()
+        return ExchangeError(self._groups.rank, -1, phase, self._control.step, reason)
+
+
+def _fill(
+    frame: Frame,
+    at: Round,
+    slot_of: Tensor,
+    z_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    scale_T1: Tensor | None,
+) -> tuple[Tensor | None, int]:
+    """Writes the rows with an expert behind `slot_of` straight into the frame.
+
+    Returns (their numbers, how many); None in place of the numbers when all rows go.
+    """
+    total = z_TD.shape[0]
+    slots_TK = torch.index_select(slot_of, 0, ids_TK.reshape(-1)).view(ids_TK.shape)
+    here_T = slots_TK.amax(1) >= 0 if total else slots_TK[:, 0] >= 0
+    rows = here_T.nonzero().view(-1)
+    count = rows.shape[0]
+    sources = [z_TD, slots_TK, weights_TK] + ([] if scale_T1 is None else [scale_T1])
+    frame.write_header(at, count)
+    if count == total:
+        for source, view in zip(sources, frame.views(count), strict=True):
+            view.copy_(source)
+        return None, count
+    for source, view in zip(sources, frame.views(count), strict=True):
+        torch.index_select(source, 0, rows, out=view)
+    return rows, count

@@ -1,0 +1,160 @@
+"""Process groups of one epoch, and the only waits of the exchange.
+
+The control group is always gloo: opening messages are a few bytes in host memory, and a rank that
+waits for work must park, which an NCCL kernel cannot. On CPU the same group carries the data.
+Groups are built from a store prefix of their own epoch number, never from torch's global default
+group, so that the next epoch can be built beside the running one.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from expertmesh.actors.exchange.base import ExchangeError
+from expertmesh.actors.exchange.roster import Roster
+from expertmesh.actors.exchange.settings import ExchangeSettings
+
+DATA_TAG, CONTROL_TAG, CLOSE_TAG = 1, 2, 3
+# gloo has no wait without a limit, and counts it in nanoseconds: a year is far from overflow.
+PARKED = timedelta(days=365)
+# How often an NCCL work is asked whether it is done: its own wait cannot time out.
+POLL_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What an error has to say: the peer waited for, and the place in the step."""
+
+    peer: int
+    layer: int
+    phase: str
+    step: int
+    group: str = ""  # set where a collective cannot tell which of several peers is missing
+
+    def error(self, reason: str) -> ExchangeError:
+        return ExchangeError(self.peer, self.layer, self.phase, self.step, reason)
+
+
+def open_store(host: str, deadline_s: float = 60.0) -> tuple[TCPStore, tuple[str, int]]:
+    """Starts the meeting point of an epoch on a port the system picks: no probe, hence no race."""
+    limit = timedelta(seconds=deadline_s)
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+    return store, (host, store.port)
+
+
+class Groups:
+    """The process groups of one rank in one epoch."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        rank: int,
+        settings: ExchangeSettings,
+        device: torch.device,
+        host: str,
+    ) -> None:
+        self.roster, self.rank, self.device = roster, rank, device
+        self.deadline = timedelta(seconds=settings.deadline_s)
+        self._closed = False
+        limit = timedelta(seconds=settings.join_deadline_s)
+        where = Where(rank, -1, "join", -1)
+        try:
+            store = TCPStore(
+                *roster.store, is_master=False, wait_for_workers=False, timeout=limit
+            )
+            prefix = PrefixStore(f"epoch/{roster.epoch}", store)
+            self.control = _gloo(PrefixStore("control", prefix), roster, rank, host, limit)
+            self.dispatch: Any = self.control
+            self.combine: Any = self.control
+            if device.type == "cuda":
+                # Two communicators: on one, a combine waiting for the experts would hold up the
+                # dispatch of the next micro-batch behind it.
+                self.dispatch = _nccl(PrefixStore("dispatch", prefix), roster, rank, limit)
+                self.combine = _nccl(PrefixStore("combine", prefix), roster, rank, limit)
+        except RuntimeError as error:
+            raise where.error(f"{roster.name(rank)} could not join: {_reason(error)}") from error
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return self.control.send([tensor], peer, tag)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return self.control.recv([tensor], peer, tag)
+
+    def wait(
+        self, work: Any, where: Where, timeout: timedelta | None = None, on_device: bool = False
+    ) -> None:
+        """Blocks until `work` is done. A late or lost peer closes the group and is named."""
+        limit = self.deadline if timeout is None else timeout
+        try:
+            if not on_device:
+                work.wait(limit)
+            else:
+                self._poll(work, limit)
+        except RuntimeError as error:
+            raise self.lost(where, error) from error
+
+    def lost(self, where: Where, error: RuntimeError) -> ExchangeError:
+        """Closes the epoch and says who was lost, where and why."""
+        self.close()
+        name = where.group or self.roster.name(where.peer)
+        return where.error(f"{name}: {_reason(error)}")
+
+    def close(self) -> None:
+        """Ends the epoch here: own waits and those of every peer fail at once. Never raises."""
+        if self._closed:
+            return
+        self._closed = True
+        # gloo has no abort that reaches a waiting thread, but a receive that times out closes
+        # all connections of its group; nobody sends with this tag.
+        peer = 1 if self.rank == 0 else 0
+        try:
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self.control.recv([nothing], peer, CLOSE_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+        for group in (self.dispatch, self.combine):
+            if group is not self.control:
+                group.abort()
+
+    @staticmethod
+    def _poll(work: Any, limit: timedelta) -> None:
+        end = time.monotonic() + limit.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError("Timed out")
+            time.sleep(POLL_S)
+        work.wait()
+
+
+def _gloo(
+    store: PrefixStore, roster: Roster, rank: int, host: str, limit: timedelta
+) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()
+    # By address: the default resolves the host name, which in containers is often a loopback.
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = limit
+    return ProcessGroupGloo(store, rank, roster.size, options)
+
+
+def _nccl(store: PrefixStore, roster: Roster, rank: int, limit: timedelta) -> Any:
+    from torch.distributed import ProcessGroupNCCL  # absent in builds of torch for CPU
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return ProcessGroupNCCL(store, rank, roster.size, options)
+
+
+def _reason(error: RuntimeError) -> str:
+    text = str(error)
+    if "Timed out" in text or "timed out" in text or "imeout after" in text:
+        return "no answer within the deadline"
+    if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+        return "connection closed by peer"
+    if "pair closure" in text:
+        return "this rank has closed the epoch"
+    return text.splitlines()[0][:300] if text else type(error).__name__

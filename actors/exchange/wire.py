@@ -1,0 +1,161 @@
+"""Bytes on the wire: a 64-byte header, then the sections of the rows back to back.
+
+Every message lives in a preallocated buffer and is written in place; a message is a prefix of its
+buffer, as long as its rows need. T rows, D latent width, K experts per token.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HEADER_BYTES = 64
+ALIGN = 16
+MAGIC = 0x45584D32
+FLOAT8_MAX = 448.0
+# Views of messages up to this many rows are kept: decode steps ask for the same ones again.
+CACHED_VIEWS = 64
+
+
+class Round(NamedTuple):
+    """One message of a step: the same five numbers on every rank, or the step is broken."""
+
+    epoch: int
+    step: int
+    layer: int
+    micro: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`width` elements of `dtype` per row."""
+
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * self.width
+
+
+def dispatch_sections(dtype: torch.dtype, width: int, top_k: int) -> tuple[Section, ...]:
+    """Latents, local expert slots, router weights, and a scale per row when latents are float8."""
+    sections = (Section(dtype, width), Section(torch.int32, top_k), Section(torch.float32, top_k))
+    if dtype == torch.uint8:
+        sections += (Section(torch.float32, 1),)
+    return sections
+
+
+def combine_sections(dtype: torch.dtype, width: int) -> tuple[Section, ...]:
+    return (Section(dtype, width),)
+
+
+def message_bytes(sections: tuple[Section, ...], rows: int) -> int:
+    return HEADER_BYTES + sum(_aligned(section.row_bytes * rows) for section in sections)
+
+
+class Frame:
+    """One message buffer: header and typed views of its sections."""
+
+    def __init__(
+        self,
+        sections: tuple[Section, ...],
+        max_rows: int,
+        device: torch.device,
+        buffer: Tensor | None = None,
+    ) -> None:
+        self.sections, self.max_rows = sections, max_rows
+        if buffer is None:
+            size = message_bytes(sections, max_rows)
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.buffer = buffer
+        self._views: dict[int, tuple[Tensor, ...]] = {}
+        self._prefixes: dict[int, Tensor] = {}
+
+    @cached_property
+    def _header(self) -> Tensor:
+        return self.buffer[:HEADER_BYTES].view(torch.int64)
+
+    @cached_property
+    def _header_on_cpu(self) -> "np.ndarray | None":
+        """Plain memory: a header is read and written in a microsecond instead of ten."""
+        return self._header.numpy() if self.buffer.device.type == "cpu" else None
+
+    def write_header(self, at: Round, rows: int) -> None:
+        values = (MAGIC, *at, rows, 0)
+        if self._header_on_cpu is not None:
+            self._header_on_cpu[:] = values
+        else:
+            self._header.copy_(torch.tensor(values))
+
+    def read_header(self) -> tuple[int, Round, int]:
+        """(magic, round, rows). On a GPU this waits for the message."""
+        header = self._header_on_cpu if self._header_on_cpu is not None else self._header
+        magic, epoch, step, layer, micro, chunk, rows, _ = header.tolist()
+        return magic, Round(epoch, step, layer, micro, chunk), rows
+
+    def mismatch(self, at: Round) -> str | None:
+        """Why this is not the message of `at`; None when it is."""
+        magic, got, rows = self.read_header()
+        if magic != MAGIC:
+            return f"not an exchange message (magic {magic:#x})"
+        if got != at:
+            return f"header mismatch: expected {_words(at)}, got {_words(got)}"
+        if not 0 <= rows <= self.max_rows:
+            return f"header mismatch: {rows} rows do not fit {self.max_rows}"
+        return None
+
+    @property
+    def rows(self) -> int:
+        return self.read_header()[2]
+
+    def prefix(self, rows: int) -> Tensor:
+        """The bytes that travel for that many rows."""
+        kept = self._prefixes.get(rows)
+        if kept is None:
+            kept = self.buffer[: message_bytes(self.sections, rows)]
+            if rows <= CACHED_VIEWS:
+                self._prefixes[rows] = kept
+        return kept
+
+    def views(self, rows: int) -> tuple[Tensor, ...]:
+        """One [rows, width] tensor per section, sharing the buffer."""
+        kept = self._views.get(rows)
+        if kept is None:
+            kept = self._make_views(rows)
+            if rows <= CACHED_VIEWS:
+                self._views[rows] = kept
+        return kept
+
+    def _make_views(self, rows: int) -> tuple[Tensor, ...]:
+        made, at = [], HEADER_BYTES
+        for section in self.sections:
+            size = section.row_bytes * rows
+            part = self.buffer[at : at + size].view(section.dtype)
+            made.append(part.view(rows, section.width))
+            at += _aligned(size)
+        return tuple(made)
+
+
+def to_float8(z_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 as uint8 [T, D], scale fp32 [T, 1]); a zero row keeps scale 1."""
+    z_TD = z_TD.float()
+    scale_T1 = z_TD.abs().amax(1, keepdim=True).div_(FLOAT8_MAX)
+    scale_T1 = torch.where(scale_T1 > 0, scale_T1, torch.ones_like(scale_T1))
+    return (z_TD / scale_T1).to(torch.float8_e4m3fn).view(torch.uint8), scale_T1
+
+
+def from_float8(z_TD: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
+    return (z_TD.view(torch.float8_e4m3fn).float() * scale_T1).to(dtype)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _words(at: Round) -> str:
+    return ", ".join(f"{name} {value}" for name, value in at._asdict().items())
