@@ -1,0 +1,95 @@
+"""MXFP4 (E2M1 codes, one power-of-two scale per 32 values), fast on CPU.
+
+Layout (compressed-tensors `mxfp4-pack-quantized`): byte c of a row holds element 2c in its low nibble and
+2c + 1 in its high nibble; scale byte b means 2^(b - 127); blocks of 32 run along the last axis.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+INVALID_SCALE = 255
+
+
+def _pair_table() -> Tensor:
+    codes = torch.tensor([*CODES, *(-c for c in CODES)], dtype=torch.float32)
+    byte = torch.arange(256)
+    return torch.stack((codes[byte & 15], codes[byte >> 4]), dim=1)
+
+
+def _scale_table() -> Tensor:
+    exact = torch.pow(2.0, torch.arange(256, dtype=torch.float64) - 127.0)
+    exact[INVALID_SCALE] = float("nan")
+    return exact.to(torch.float32)
+
+
+_PAIRS = _pair_table()  # [256, 2], constant
+_SCALES = _scale_table()  # [256], constant; index 0 is the float32 subnormal 2^-127
+
+
+def mxfp4_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 [..., K/2] and uint8 [..., K/32] -> values [..., K] in `dtype`.
+
+    Exact in float32, subnormals included; 6 * 2^127 and 4 * 2^127 overflow to inf as a float64 product cast to float32 does;
+    scale byte 255 decodes to NaN (reject it at load with `invalid_scales`).
+    """
+    values = torch.nn.functional.embedding(packed.int(), _PAIRS)
+    blocks = values.view(*scale.shape, BLOCK)
+    blocks.mul_(_SCALES[scale.int()].unsqueeze(-1))
+    return blocks.view(*packed.shape[:-1], -1).to(dtype)
+
+
+def invalid_scales(scale: Tensor) -> Tensor:
+    """Indices int64 [n, scale.ndim] of scale bytes 255 (the E8M0 NaN); empty when all are valid."""
+    return (scale == INVALID_SCALE).nonzero()
+
+
+def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise [..., K] (K a multiple of 32) to (packed uint8 [..., K/2], scale uint8 [..., K/32]).
+
+    Values round to the nearest code, ties to the even code. Of the exponents floor(log2(max)) - 2 and one
+    above, the one with the smaller squared error wins, so values that are already MXFP4 survive unchanged.
+    Raises ValueError for a bad K or non-finite input.
+    """
+    if weight.shape[-1] % BLOCK:
+        raise ValueError(f"last axis {weight.shape[-1]} is not a multiple of {BLOCK}")
+    blocks = weight.double().reshape(*weight.shape[:-1], -1, BLOCK)
+    if not bool(torch.isfinite(blocks).all()):
+        raise ValueError("MXFP4 cannot hold non-finite values")
+    peak = blocks.abs().amax(-1, keepdim=True)
+    low = torch.frexp(peak).exponent.sub(3).clamp(-127, 126)  # frexp mantissa is in [0.5, 1)
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for exponent in (low, low + 1):
+        unit = torch.pow(2.0, exponent.double())
+        codes = _nearest_codes(blocks / unit)
+        value = _PAIRS[codes, 0].double() * unit
+        error = (value - blocks).square().sum(-1, keepdim=True)
+        if best is None:
+            best = (codes, exponent, error)
+        else:
+            better = error < best[2]
+            best = (
+                torch.where(better, codes, best[0]),
+                torch.where(better, exponent, best[1]),
+                torch.where(better, error, best[2]),
+            )
+    assert best is not None
+    codes, exponent, _ = best
+    codes = codes.reshape(*weight.shape[:-1], -1, 2)
+    packed = (codes[..., 0] | (codes[..., 1] << 4)).to(torch.uint8)
+    return packed, (exponent.squeeze(-1) + 127).to(torch.uint8)
+
+
+def _nearest_codes(scaled: Tensor) -> Tensor:
+    """Codes 0..15 of the nearest E2M1 values; halfway cases take the even code, overflow saturates."""
+    magnitude = scaled.abs()
+    middles = torch.tensor(
+        [(a + b) / 2 for a, b in zip(CODES, CODES[1:], strict=False)], dtype=torch.float64
+    )
+    up = torch.searchsorted(middles, magnitude, right=True)  # a tie goes up
+    down = torch.searchsorted(middles, magnitude, right=False)  # a tie stays down
+    codes = torch.where(up % 2 == 0, up, down)
+    # Away from a tie both agree; at a tie exactly one of the two neighbours is even.
+    negative = (scaled < 0) & (codes > 0)
+    return codes + 8 * negative

@@ -1,0 +1,66 @@
+"""Choice of kernel backend: one frozen record of callables."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
+
+BACKENDS = ("auto", "torch", "reference")
+
+_HOMES = {
+    "rms_norm": "norm",
+    "gated_rms_norm": "norm",
+    "attn_res_mix": "attn_res",
+    "kda_decode": "kda",
+    "kda_prefill": "kda",
+    "mla_decode": "mla",
+    "mla_prefill": "mla",
+    "route": "latent_moe",
+    "glu": "latent_moe",
+    "experts_partial_sum": "latent_moe",
+    "mxfp4_decode": "quant",
+    "mxfp4_encode": "quant",
+    "sample": "sampling",
+    "log_probs": "sampling",
+    "counter_uniform": "sampling",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Every operator of the model, from one backend. Signatures: the functions of `<op>/torch_ops.py`."""
+
+    backend: str
+    rms_norm: Callable[..., Any]
+    gated_rms_norm: Callable[..., Any]
+    attn_res_mix: Callable[..., Any]
+    kda_decode: Callable[..., Any]
+    kda_prefill: Callable[..., Any]
+    mla_decode: Callable[..., Any]
+    mla_prefill: Callable[..., Any]
+    route: Callable[..., Any]
+    glu: Callable[..., Any]
+    experts_partial_sum: Callable[..., Any]
+    mxfp4_decode: Callable[..., Any]
+    mxfp4_encode: Callable[..., Any]
+    sample: Callable[..., Any]
+    log_probs: Callable[..., Any]
+    counter_uniform: Callable[..., Any]
+
+
+def load_kernels(backend: str = "auto") -> Kernels:
+    """Operators of `backend`: "torch" (fast), "reference" (readable); "auto" is "torch".
+
+    Raises ValueError naming the choices.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown kernel backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    module = "reference" if backend == "reference" else "torch_ops"
+    ops = {
+        field.name: getattr(
+            import_module(f"expertmesh.kernels.{_HOMES[field.name]}.{module}"), field.name
+        )
+        for field in fields(Kernels)
+        if field.name in _HOMES
+    }
+    return Kernels(backend="reference" if backend == "reference" else "torch", **ops)
