@@ -4,7 +4,6 @@ Names are without the family prefix: "model.layers.3.self_attn.o_proj.weight", "
 Nothing is ever written into the folder, and only the bytes of the tensors asked for are read.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,8 +23,6 @@ from expertmesh.actors.model.tensors import expert_prefix, expert_shapes
 from expertmesh.actors.model.validate import Inventory, take_inventory
 
 __all__ = ["Checkpoint", "CheckpointError", "ExpertWeights", "LoadProgress", "PackedMatrix"]
-
-_log = logging.getLogger(__name__)
 
 # Sequential reads of neighbouring tensors are joined up to this size: large enough to stream, small
 # enough that a view into the block keeps little else alive.

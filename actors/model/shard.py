@@ -6,16 +6,17 @@ The package's own reader opens a cut-off or appended file with messages that nam
 header is parsed here; the data needs no parsing.
 """
 
-import json
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -36,6 +37,20 @@ _TORCH = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be served. The message names the tensor and the shard."""
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _HeaderEntry(msgspec.Struct, gc=False):
+    # The defaults take "__metadata__", which is an object without these keys.
+    dtype: str = ""
+    shape: tuple[_Size, ...] = ()
+    data_offsets: tuple[_Size, _Size] = (0, 0)
+
+
+# A K3 index has half a million entries; a typed decoder is several times faster than json.
+_HEADER = msgspec.json.Decoder(dict[str, _HeaderEntry])
 
 
 class Entry(NamedTuple):
@@ -109,29 +124,24 @@ def _refuse_bad_length(path: Path, size: int, length: int, start: bytes) -> None
 
 
 def _parse_header(path: Path, header: bytes, data_start: int) -> dict[str, Entry]:
+    """Names to entries. A name written twice keeps its last entry; the bytes of the other then
+    show up as a gap."""
     try:
-        raw = json.loads(header, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
+        raw = _HEADER.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: unreadable header ({str(error)[:200]})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path.name}: unreadable header (not a JSON object)")
     raw.pop("__metadata__", None)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object per shape, not per tensor
     entries = {}
     for name, fields in raw.items():
-        try:
-            shape = tuple(fields["shape"])
-            dtype, (begin, end) = fields["dtype"], fields["data_offsets"]
-            if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-                raise ValueError
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{path.name}: tensor {name}: unreadable header entry") from None
-        if dtype in _ITEM_BYTES and end - begin != prod(shape) * _ITEM_BYTES[dtype]:
+        (begin, end), shape = fields.data_offsets, fields.shape
+        expected = prod(shape) * _ITEM_BYTES.get(fields.dtype, 0)
+        if fields.dtype in _ITEM_BYTES and end - begin != expected:
             raise CheckpointError(
-                f"{path.name}: tensor {name}: {end - begin} bytes for {dtype} {list(shape)}"
+                f"{path.name}: tensor {name}: {end - begin} bytes for {fields.dtype} {list(shape)}"
             )
         shape = shapes.setdefault(shape, shape)
-        entries[name] = Entry(dtype, shape, data_start + begin, data_start + end)
+        entries[name] = Entry(sys.intern(fields.dtype), shape, data_start + begin, data_start + end)
     _refuse_gaps(path, entries, data_start)
     return entries
 
@@ -139,21 +149,13 @@ def _parse_header(path: Path, header: bytes, data_start: int) -> dict[str, Entry
 def _refuse_gaps(path: Path, entries: dict[str, Entry], data_start: int) -> None:
     """The format lays tensors end to end; anything else means that two would share bytes."""
     position = data_start
-    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if entry.begin != position:
+    for begin, end, name in sorted((e.begin, e.end, name) for name, e in entries.items()):
+        if begin != position or end < begin:
             raise CheckpointError(
-                f"{path.name}: tensor {name}: starts at byte {entry.begin}, expected {position}"
+                f"{path.name}: tensor {name}: bytes {begin} to {end}, expected to start at "
+                f"{position}"
             )
-        position = entry.end
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice} occurs twice")
-    return found
+        position = end
 
 
 class ShardReader:

@@ -4,10 +4,11 @@ An index and files that do not belong together (renamed, re-sharded, half downlo
 partial or wrong model; every disagreement is refused with names (C4).
 """
 
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+
+import msgspec
 
 from expertmesh.actors.model.shard import CheckpointError, Shard, read_shard
 
@@ -61,10 +62,10 @@ def open_shards(folder: Path) -> list[Shard]:
 def read_index(path: Path) -> tuple[dict[str, str], int | None]:
     """(tensor name -> shard file name, metadata.total_size) of an index file."""
     try:
-        raw = json.loads(path.read_bytes())
+        raw = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: not valid JSON ({str(error)[:200]})") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
