@@ -20,7 +20,9 @@ class Exchange(Protocol):
     Between dispatch and combine the caller may compute (shared experts, another micro-batch).
     """
 
-    def begin_step(self, rows: int) -> None: ...
+    def begin_step(self, rows: int, micros: int = 1) -> None:
+        """rows: at most so many in any one dispatch. micros: micro-batches in flight."""
+        ...
 
     def dispatch(
         self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, micro: int = 0
@@ -58,7 +60,7 @@ class LocalExchange:
     def __init__(self, *banks: PartialSums) -> None:
         self._banks = banks
 
-    def begin_step(self, rows: int) -> None:
+    def begin_step(self, rows: int, micros: int = 1) -> None:
         pass
 
     def dispatch(

@@ -151,7 +151,7 @@ class Model:
         attention of the other. The plain loop is its slow twin: same bits, row by row.
         """
         halves = batch.split() if ping_pong and trace is None else None
-        exchange.begin_step(batch.rows)
+        exchange.begin_step(batch.rows, 1 if halves is None else 2)
         if halves is None:
             logits_RV = _run(self._stages(batch, state, exchange, trace, 0))
         else:
