@@ -1,0 +1,330 @@
+"""One attention replica's engine: receive, plan, run, publish, one step at a time.
+
+Only submit, abort, stats and has_work may be called from other threads; everything else belongs
+to the thread that steps (loop.EngineLoop, or a test).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from time import perf_counter
+from typing import Any, Protocol
+
+import msgspec
+from torch import Tensor
+
+from expertmesh.actors.attention.messages import (
+    EngineBusy,
+    EngineFailed,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    RequestRefused,
+    TokenLogprobs,
+    TokenOutput,
+)
+from expertmesh.actors.attention.sampler import NO_TOKEN, Sampled, Sampler, SamplingKernels
+from expertmesh.actors.attention.scheduler import Plan, Scheduler
+from expertmesh.actors.attention.sequence import Sequence
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.attention.step import Step, build_step
+from expertmesh.actors.attention.validation import Limits, check_request
+from expertmesh.actors.exchange.base import Exchange
+from expertmesh.actors.model.batch import PAGE_TOKENS, Batch
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.model import RoutingTrace
+from expertmesh.actors.state.pages import Pool
+
+
+class State(Protocol):
+    """What the engine needs of a ModelState: its sizes, and an empty slot for a new owner."""
+
+    pages: int
+    slots: int
+    latents: Tensor
+
+    def zero_slot(self, slot: int) -> None: ...
+
+
+class ForwardModel(Protocol):
+    """What the engine needs of a Model."""
+
+    config: ModelConfig
+    kernels: SamplingKernels
+
+    def forward(
+        self,
+        batch: Batch,
+        state: Any,
+        exchange: Exchange,
+        trace: RoutingTrace | None = None,
+        *,
+        ping_pong: bool = False,
+    ) -> Tensor: ...
+
+
+class EngineStalled(RuntimeError):
+    """Requests are queued and no plan serves any of them. A bug, but never a silent one."""
+
+
+class Engine:
+    """Continuous batching over one model and its state.
+
+    An exception in a step fails the engine: every request in it ends with finish_reason "error",
+    `failed` holds the reason, and later submits raise EngineFailed.
+    """
+
+    def __init__(
+        self,
+        model: ForwardModel,
+        state: State,
+        exchange: Exchange,
+        settings: EngineSettings,
+        eos_ids: Iterable[int],
+    ) -> None:
+        self.model, self.state, self.exchange, self.settings = model, state, exchange, settings
+        self.pages, self.slots = Pool("page", state.pages), Pool("slot", state.slots)
+        self.scheduler = Scheduler(settings, self.pages, self.slots)
+        self.sampler = Sampler(model.kernels)
+        self.limits = Limits(
+            vocab_size=model.config.vocab_size,
+            max_context=min(settings.max_context or 2**62, model.config.max_position),
+            pages=state.pages,
+            max_logprobs=settings.max_logprobs,
+        )
+        self.arrived = threading.Event()  # set whenever there may be something to do
+        self.failed: str | None = None
+        self._eos_ids = frozenset(eos_ids)
+        self._lock = threading.Lock()  # guards the inbox, the names in use, and `failed`
+        self._inbox: deque[GenerateRequest | str] = deque()
+        self._names: set[str] = set()
+        self._sequences: dict[str, Sequence] = {}
+        self._count = EngineStats(pages_total=state.pages, slots_total=state.slots)
+        self._submitted = 0
+
+    # --- callable from any thread -------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queues a request. Raises RequestRefused, EngineBusy or EngineFailed, and then nothing of
+        the request remains."""
+        check_request(request, self.limits)
+        with self._lock:
+            if self.failed is not None:
+                raise EngineFailed(self.failed)
+            if request.request_id in self._names:
+                raise RequestRefused(
+                    f"request id {request.request_id!r} is already in use", "request_id"
+                )
+            waiting = len(self._names) - len(self.scheduler.running)
+            if waiting >= self.settings.max_waiting:
+                raise EngineBusy(
+                    f"{waiting} requests are waiting, at most {self.settings.max_waiting} may"
+                )
+            self._names.add(request.request_id)
+            self._inbox.append(request)
+        self.arrived.set()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at the next step with finish_reason "abort". Unknown ids are ignored:
+        the request may have ended by itself a moment ago."""
+        with self._lock:
+            if request_id not in self._names:
+                return
+            self._inbox.append(request_id)
+        self.arrived.set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._inbox or self._sequences)
+
+    def stats(self) -> EngineStats:
+        """A copy; the counters of one step may be seen half updated."""
+        stats = msgspec.structs.replace(self._count)
+        stats.running = len(self.scheduler.running)
+        stats.waiting = max(0, len(self._names) - stats.running)
+        stats.pages_free, stats.slots_free = self.pages.free, self.slots.free
+        stats.preemptions = self.scheduler.preemptions
+        stats.failed = self.failed
+        return stats
+
+    # --- the stepping thread ------------------------------------------------------------------
+
+    def step(self) -> list[TokenOutput]:
+        """Receive, plan, run, publish. Returns what to send on, [] when nothing came of it."""
+        count = self._count
+        try:
+            start = perf_counter()
+            outputs = self._receive()
+            plan = self.scheduler.plan()
+            if not (plan.decode or plan.prefill):
+                self._check_idle()
+                return outputs
+            step = build_step(plan)
+            planned = perf_counter()
+            logits_RV = self._run(plan, step)
+            ran = perf_counter()
+            sampled = self._sample(step, logits_RV)
+            drawn = perf_counter()
+            outputs += self._publish(step, sampled)
+            count.steps += 1
+            count.plan_seconds += planned - start
+            count.forward_seconds += ran - planned
+            count.sample_seconds += drawn - ran
+            count.publish_seconds += perf_counter() - drawn
+            return outputs
+        except Exception as error:
+            return self.fail(f"{type(error).__name__}: {error}")
+
+    def join_step(self) -> list[TokenOutput]:
+        """Takes part in a step of the mesh with no rows of its own."""
+        try:
+            self._forward(build_step(Plan()), None)
+        except Exception as error:
+            return self.fail(f"{type(error).__name__}: {error}")
+        return []
+
+    def fail(self, reason: str) -> list[TokenOutput]:
+        """Ends every request with an error and refuses later ones."""
+        with self._lock:
+            self.failed = self.failed or reason
+            names = list(self._names)
+            self._names.clear()
+            self._inbox.clear()
+        for seq in self._sequences.values():
+            with suppress(Exception):  # the books may be what broke; every request must still end
+                self.scheduler.remove(seq)
+        self._count.finished_error += len(names)
+        outputs = [
+            TokenOutput(
+                request_id=name,
+                finish_reason="error",
+                error=reason,
+                prompt_tokens=self._sequences[name].prompt_len if name in self._sequences else 0,
+            )
+            for name in names
+        ]
+        self._sequences.clear()
+        return outputs
+
+    def _receive(self) -> list[TokenOutput]:
+        """Requests and aborts in the order they came."""
+        outputs: list[TokenOutput] = []
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, GenerateRequest):
+                self._submitted += 1
+                due = self.scheduler.due(self._count.steps, item.priority)
+                seq = Sequence(item, self._submitted, due, self._eos_ids)
+                self._sequences[seq.id] = seq
+                self.scheduler.add(seq)
+            elif item in self._sequences:
+                outputs.append(self._finish(self._sequences[item], "abort"))
+        return outputs
+
+    def _check_idle(self) -> None:
+        if self._sequences:
+            heads = self.scheduler.running[:1] + self.scheduler.waiting[:1]
+            raise EngineStalled(
+                f"{len(self.scheduler.running)} running and {len(self.scheduler.waiting)} waiting, "
+                f"yet nothing to compute: {self.pages.free} of {self.pages.size} pages and "
+                f"{self.slots.free} of {self.slots.size} slots are free, first in line "
+                f"{[(seq.id, len(seq.tokens), seq.params.max_tokens) for seq in heads]}"
+            )
+
+    def _run(self, plan: Plan, step: Step) -> Tensor:
+        for seq in plan.admitted:
+            # By ownership, not by length: a one-token prompt must not inherit a stranger's state.
+            self.state.zero_slot(seq.slot)
+        trace = RoutingTrace() if step.wants_routing else None
+        logits_RV = self._forward(step, trace)
+        for seq, begin, end in step.spans:
+            if trace is not None and seq.params.want_routed_experts:
+                new = begin + max(0, seq.high_water - seq.computed)
+                if new < end:
+                    seq.routing += trace.rows(new, end).numpy().astype("<i2").tobytes()
+            if seq.computed < seq.high_water:
+                again = min(end - begin, seq.high_water - seq.computed)
+                self._count.recomputed_tokens += again
+            seq.computed += end - begin
+            if not seq.prompt_counted and seq.computed >= seq.prompt_len:
+                seq.prompt_counted = True
+                self._count.prompt_tokens += seq.prompt_len
+        return logits_RV
+
+    def _forward(self, step: Step, trace: RoutingTrace | None) -> Tensor:
+        return self.model.forward(
+            step.batch, self.state, self.exchange, trace, ping_pong=self.settings.ping_pong
+        )
+
+    def _sample(self, step: Step, logits_RV: Tensor) -> Sampled:
+        for rows in step.prompt_rows:
+            seq = rows.sequence
+            assert seq.prompt_logprobs is not None
+            seq.prompt_logprobs += self.sampler.score(
+                logits_RV[rows.begin : rows.end], rows.tokens, seq.params.prompt_logprobs or 0
+            )
+        if not step.sampled:
+            return Sampled([], {})
+        if step.sample_rows is not None:
+            logits_RV = logits_RV[step.sample_rows]
+        return self.sampler.sample(logits_RV, step.sampled)
+
+    def _publish(self, step: Step, sampled: Sampled) -> list[TokenOutput]:
+        outputs = [
+            self._deliver(seq, token, sampled.logprobs.get(row))
+            for row, (seq, token) in enumerate(zip(step.sampled, sampled.ids, strict=True))
+        ]
+        outputs += [self._finish(seq, "length") for seq in step.scored]
+        return outputs
+
+    def _deliver(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        if token == NO_TOKEN:
+            self._scrub(seq)
+            return self._finish(
+                seq, "error", f"no finite logit for token {seq.generated} of the answer"
+            )
+        seq.append(token)
+        self._count.generation_tokens += 1
+        if token in seq.end_ids:
+            output = self._finish(seq, "stop")
+            output.stop_reason = None if self._is_eos(seq, token) else token
+        elif seq.generated >= seq.params.max_tokens:
+            output = self._finish(seq, "length")
+        else:
+            output = self._output(seq)
+        output.token_ids = [token]
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        return output
+
+    def _output(self, seq: Sequence) -> TokenOutput:
+        """An output with what is due once (prompt log-probabilities) or piles up (routing)."""
+        output = TokenOutput(request_id=seq.id, prompt_tokens=seq.prompt_len)
+        if seq.routing:
+            output.routed_experts = bytes(seq.routing)
+            seq.routing.clear()
+        if seq.prompt_logprobs is not None and len(seq.prompt_logprobs) == seq.prompt_len:
+            if not seq.prompt_reported:
+                output.prompt_logprobs = seq.prompt_logprobs
+            seq.prompt_reported = True
+        return output
+
+    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> TokenOutput:
+        self.scheduler.remove(seq)
+        del self._sequences[seq.id]
+        self._names.discard(seq.id)
+        counter = f"finished_{reason}"
+        setattr(self._count, counter, getattr(self._count, counter) + 1)
+        output = self._output(seq)
+        output.finish_reason, output.error = reason, error
+        return output
+
+    def _is_eos(self, seq: Sequence, token: int) -> bool:
+        return token in self._eos_ids and not seq.params.ignore_eos
+
+    def _scrub(self, seq: Sequence) -> None:
+        """What is not finite would reach the pages' next owner: 0 * NaN is NaN, masked or not."""
+        latents = self.state.latents
+        paged = latents.view(latents.shape[0], self.pages.size, PAGE_TOKENS, -1)
+        paged[:, seq.pages] = 0

@@ -1,0 +1,130 @@
+"""What crosses the border of an attention replica: requests in, tokens and counters out.
+
+Token log-probabilities are those of the model itself: before temperature, penalties, bias and
+masks. LOGPROB_FLOOR stands for anything lower, minus infinity included, so that every number
+survives JSON.
+"""
+
+from typing import Literal
+
+import msgspec
+
+LOGPROB_FLOOR = -9999.0
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestRefused(ValueError):
+    """The request can never be served as it stands. `field` names the parameter at fault."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message, field)  # all arguments, so that it survives pickling
+        self.message, self.field = message, field
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class EngineBusy(RuntimeError):
+    """The queue is full. The same request may succeed later."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine has stopped for good; the message says why."""
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """How to continue a prompt. Ranges are checked by validation.check_request.
+
+    max_tokens: 0 scores the prompt only. top_k: -1 = off. seed: None draws one per request.
+    min_tokens: no end id before this many tokens. stop_token_ids: end ids besides the model's.
+    logprobs / prompt_logprobs: alternatives per token; None = off, 0 = the token itself only.
+    Penalties: presence and frequency see generated tokens, repetition the prompt as well.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    want_routed_experts: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """priority: lower numbers are served first, as in vLLM."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """rank: 1 = most likely. top: the most likely tokens with their log-probabilities, best first;
+    the token itself is among them only when it is that likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one step adds to one request.
+
+    token_ids: the new tokens, an end id included. logprobs: parallel to token_ids. prompt_logprobs:
+    once, with the first output; entry 0 is None. stop_reason: the stop_token_ids entry that ended
+    the text, None for the model's own end ids. routed_experts: int16 little-endian
+    [positions, MoE layers, top_k] of the positions computed since the last output, from the
+    prompt's first on; the last generated token is never computed and has no entry.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    routed_experts: bytes | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Gauges of this moment, and counters since the engine started.
+
+    prompt_tokens: of sequences whose prompt has been computed, each counted once however often it
+    was preempted. generation_tokens: tokens handed out. recomputed_tokens: rows that preemption
+    made the model compute again. Seconds add up over all steps: plan, forward, sample, publish.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    slots_total: int = 0
+    slots_free: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    finished_stop: int = 0
+    finished_length: int = 0
+    finished_abort: int = 0
+    finished_error: int = 0
+    plan_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    publish_seconds: float = 0.0
+    failed: str | None = None

@@ -1,0 +1,168 @@
+"""Which tokens of which sequences the next step computes. Decides only; touches no tensor.
+
+Every request gets a rank when it arrives: its arrival step plus ageing_steps per level of
+priority. Everything follows that one order, and it never changes: who is admitted first, whose
+prompt gets the budget first, and, from the other end, who makes room when pages run out.
+
+Bounds. The running sequence of the smallest rank is never preempted for pages, and alone it always
+fits (validation.check_request), so every step computes something and it finishes. At most
+max_bypass later requests start before one that waits for pages. A sequence is readmitted only with
+head room that doubles with each preemption, so a sequence of n pages is preempted for pages about
+log2(n) times before it waits until it fits whole.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from expertmesh.actors.attention.sequence import NO_SLOT, Sequence
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.attention.validation import peak_tokens
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.state.pages import Pool, pages_for
+
+AGED_LEVELS = 8
+
+
+@dataclass(slots=True)
+class Plan:
+    """admitted: sequences whose slot must be zeroed first. decode: one row each. prefill: the
+    tokens computed..chunk_end of each prompt. In rank order."""
+
+    admitted: list[Sequence] = field(default_factory=list)
+    decode: list[Sequence] = field(default_factory=list)
+    prefill: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """waiting and running are sorted by rank; a sequence is in one of them, or gone."""
+
+    def __init__(self, settings: EngineSettings, pages: Pool, slots: Pool) -> None:
+        self.settings, self.pages, self.slots = settings, pages, slots
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._cell = min(PAGE_TOKENS, settings.step_tokens)
+        self._watermark = max(1, int(settings.watermark * pages.size))
+
+    def due(self, step: int, priority: int) -> int:
+        """The first half of a rank: when a request that arrives at `step` is due."""
+        level = max(-AGED_LEVELS, min(AGED_LEVELS, priority))
+        return step + level * self.settings.ageing_steps
+
+    def plan(self) -> Plan:
+        """One step in four passes: grow, admit, decode, prefill."""
+        plan, running, before = Plan(), self.running, self.preemptions
+
+        # Grow: a page for each sequence whose next token opens one. The least urgent make room.
+        at = 0
+        while at < len(running):
+            seq = running[at]
+            if seq.computed == len(seq.pages) * PAGE_TOKENS:
+                while seq.slot != NO_SLOT and not self.pages.free:
+                    self.preempt(running[-1])
+                if seq.slot != NO_SLOT:
+                    seq.pages += self.pages.take(seq.number, 1)
+            at += 1
+
+        # Admit: in rank order. Who fits may pass who does not, a bounded number of times. Pages
+        # that were just taken from someone are not handed to the next in line at once.
+        if self.preemptions == before:
+            passed: list[Sequence] = []
+            for seq in self.waiting[: self.settings.lookahead]:
+                need, room = self._pages_to_start(seq)
+                if not self._fits(room) and not self._evict_for(seq, room):
+                    if not self.slots.free or seq.bypassed >= self.settings.max_bypass:
+                        break
+                    passed.append(seq)
+                    continue
+                seq.slot = self.slots.take(seq.number, 1)[0]
+                seq.pages = self.pages.take(seq.number, need)
+                del self.waiting[bisect_left(self.waiting, seq)]
+                insort(running, seq)
+                plan.admitted.append(seq)
+                for other in passed:
+                    other.bypassed += 1
+
+        # Decode: a row for every sequence past its prompt, new or replayed.
+        # Prefill: the rest of the budget. At first nobody gets more than half of it, so that a
+        # long prompt cannot hold up short ones; what they leave goes by rank.
+        prompts: list[Sequence] = []
+        for seq in running:
+            (plan.decode if seq.computed >= seq.prompt_len else prompts).append(seq)
+            seq.chunk_end = seq.computed
+        left = max(self.settings.step_tokens - len(plan.decode), self._cell)
+        for share in (max(left // 2, self._cell), left):
+            for seq in prompts:
+                end = self._chunk_end(seq, min(share, left))
+                left -= end - seq.chunk_end
+                seq.chunk_end = end
+        plan.prefill = [seq for seq in prompts if seq.chunk_end > seq.computed]
+        return plan
+
+    def _chunk_end(self, seq: Sequence, budget: int) -> int:
+        """Where a chunk of at most `budget` more tokens ends: at the prompt's end or on the grid.
+
+        The grid is the multiples of 64 (of step_tokens within each 64 when that is smaller). It
+        does not depend on companions, so neither do the bits of the result.
+        """
+        if seq.prompt_logprobs is not None:  # a logits row per token: keep them few
+            budget = min(budget, seq.computed + PAGE_TOKENS - seq.chunk_end)
+        end = seq.chunk_end + budget
+        if end >= seq.prompt_len:
+            return seq.prompt_len
+        block = end // PAGE_TOKENS * PAGE_TOKENS
+        return max(seq.chunk_end, block + (end - block) // self._cell * self._cell)
+
+    def _pages_to_start(self, seq: Sequence) -> tuple[int, int]:
+        """Pages to take, and pages that must be free. Never more than the sequence's peak, so that
+        what check_request let in fits when the pool is empty."""
+        need = pages_for(len(seq.tokens))
+        peak = pages_for(peak_tokens(seq.prompt_len, seq.params.max_tokens))
+        return need, min(peak, need + (self._watermark << min(seq.preemptions, 32)))
+
+    def _fits(self, room: int) -> bool:
+        return bool(self.slots.free) and room <= self.pages.free
+
+    def _evict_for(self, seq: Sequence, room: int) -> bool:
+        """Preempts running sequences of lower priority and later rank if that lets `seq` start.
+
+        A sequence that has waited long enough has the earlier rank and cannot be evicted.
+        """
+        if not self.settings.priority_preemption:
+            return False
+        slots, pages, victims = self.slots.free, self.pages.free, list[Sequence]()
+        for other in reversed(self.running):
+            if other < seq or (slots and pages >= room):
+                break
+            if other.priority > seq.priority:
+                victims.append(other)
+                slots, pages = slots + 1, pages + len(other.pages)
+        if not slots or pages < room:
+            return False
+        for other in victims:
+            self.preempt(other)
+        return True
+
+    def add(self, seq: Sequence) -> None:
+        insort(self.waiting, seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Takes everything from a running sequence; it queues again at its old rank."""
+        seq.high_water = max(seq.high_water, seq.computed)
+        self._release(seq)
+        seq.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """The sequence leaves for good, wherever it is."""
+        if seq.slot != NO_SLOT:
+            self._release(seq)
+        else:
+            del self.waiting[bisect_left(self.waiting, seq)]
+
+    def _release(self, seq: Sequence) -> None:
+        del self.running[bisect_left(self.running, seq)]
+        self.pages.give_back(seq.number, seq.pages)
+        self.slots.give_back(seq.number, [seq.slot])
+        seq.slot, seq.pages, seq.computed = NO_SLOT, [], 0

@@ -1,0 +1,96 @@
+"""One request while it is in the engine."""
+
+import secrets
+
+from expertmesh.actors.attention.messages import GenerateRequest, TokenLogprobs
+from expertmesh.actors.attention.penalties import TokenCounts, counts_for
+
+NO_SLOT = -1
+# Below this a division by the temperature only loses bits: the draw would be the argmax.
+GREEDY_TEMPERATURE = 1e-5
+
+
+class Sequence:
+    """Tokens, place in the queue, and what it owns of the state.
+
+    tokens: prompt, then generated. computed: how many of them are in the state. A preempted
+    sequence starts again at computed = 0: its prompt goes through prefill, its generated tokens
+    one by one through decode, and nothing is sampled before computed reaches len(tokens). That is
+    the same arithmetic in the same order as the first time, so the continuation is bit-exact.
+
+    rank: (due step, number); the smaller, the sooner it is served. It never changes, so a
+    preempted sequence keeps its place.
+    """
+
+    __slots__ = (
+        "bypassed",
+        "chunk_end",
+        "computed",
+        "counts",
+        "end_ids",
+        "greedy",
+        "high_water",
+        "id",
+        "masked_until",
+        "number",
+        "pages",
+        "params",
+        "preemptions",
+        "priority",
+        "prompt_counted",
+        "prompt_len",
+        "prompt_logprobs",
+        "prompt_reported",
+        "rank",
+        "routing",
+        "seed",
+        "slot",
+        "special",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: GenerateRequest, number: int, rank: int, eos_ids: frozenset[int]
+    ) -> None:
+        params = request.params
+        self.id, self.params, self.priority = request.request_id, params, request.priority
+        self.number, self.rank = number, (rank, number)
+        self.tokens = list(request.prompt_ids)
+        self.prompt_len = len(self.tokens)
+        self.computed = self.chunk_end = 0
+        self.slot, self.pages = NO_SLOT, list[int]()
+        self.preemptions = self.bypassed = 0
+        self.prompt_counted = self.prompt_reported = False
+        self.high_water = 0  # positions computed before the last preemption, now done again
+        self.routing = bytearray()  # routed experts not handed out yet
+
+        self.end_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else eos_ids
+        )
+        self.masked_until = self.prompt_len + params.min_tokens  # no end id in a shorter text
+        self.greedy = params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
+        # Without a seed one is drawn here, once: a replay must not draw again.
+        self.seed = (secrets.randbits(64) if params.seed is None else params.seed) % 2**64
+        self.counts: TokenCounts | None = counts_for(params, self.tokens)
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self.special = (
+            not self.greedy
+            or self.counts is not None
+            or bool(params.logit_bias)
+            or bool(params.min_tokens and self.end_ids)
+            or params.logprobs is not None
+        )
+
+    def __lt__(self, other: "Sequence") -> bool:
+        return self.rank < other.rank
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        if self.counts is not None:
+            self.counts.add(token)
