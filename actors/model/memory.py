@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from expertmesh.actors.model.config import ModelConfig

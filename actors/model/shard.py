@@ -135,6 +135,8 @@ def _parse_header(path: Path, header: bytes, data_start: int) -> dict[str, Entry
     entries = {}
     for name, fields in raw.items():
         (begin, end), shape = fields.data_offsets, fields.shape
+        if not fields.dtype:
+            raise CheckpointError(f"{path.name}: tensor {name}: header entry without a dtype")
         expected = prod(shape) * _ITEM_BYTES.get(fields.dtype, 0)
         if fields.dtype in _ITEM_BYTES and end - begin != expected:
             raise CheckpointError(
