@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from expertmesh.actors.exchange.wire import MAGIC, Round
 
 OPEN, LEAVE = 1, 2
 WORDS = 8
+# A peer that has gone already may leave a farewell unanswered.
+LEAVE_LIMIT = timedelta(milliseconds=300)
 # Padded messages come in few sizes, so that their buffers are made once.
 SMALLEST_CAPACITY = 8
 
@@ -107,11 +110,21 @@ class AttentionControl:
     def peer_waiting(self) -> bool:
         """Another attention rank has opened a step that this one has not joined yet."""
         with self._changed:
-            return bool(self._opened) or self._lost is not None
+            return bool(self._opened) or self._lost is not None or self._groups.closed
+
+    def wake(self) -> None:
+        """Lets whoever waits for other ranks look again."""
+        with self._changed:
+            self._changed.notify_all()
+        if self._on_wake is not None:
+            self._on_wake()
 
     def open(self, rows: int, micros: int, max_rows: int) -> StepPlan:
         """Enters the next step together with all other attention ranks. Raises ExchangeError."""
         self._step += 1
+        if self._groups.closed:
+            where = Where(self._groups.rank, -1, "open", self._step)
+            raise self._groups.lost(where, RuntimeError("pair closure"))
         own = Opening(self._groups.roster.epoch, self._step, self._groups.rank, rows, micros)
         self._announce(own)
         return StepPlan.of([own, *self._collect()], max_rows)
@@ -119,7 +132,7 @@ class AttentionControl:
     def leave(self) -> None:
         """Tells every rank that this one ends the epoch on purpose."""
         self._announce(Opening(self._groups.roster.epoch, -1, self._groups.rank, 0, 0, LEAVE))
-        self._settle()
+        self._settle(LEAVE_LIMIT)
 
     def _announce(self, opening: Opening) -> None:
         self._settle()
@@ -132,18 +145,18 @@ class AttentionControl:
         except RuntimeError as error:
             raise self._groups.lost(Where(peer, -1, "open", self._step), error) from error
 
-    def _settle(self) -> None:
+    def _settle(self, limit: timedelta | None = None) -> None:
         """The buffer may be written again once the last announcement has gone out."""
         sends, self._sends = self._sends, []
         for peer, work in sends:
-            self._groups.wait(work, Where(peer, -1, "open", self._step))
+            self._groups.wait(work, Where(peer, -1, "open", self._step), limit)
 
     def _collect(self) -> list[Opening]:
         end = time.monotonic() + self._groups.deadline.total_seconds()
         with self._changed:
             while len(self._opened) < len(self._others) and self._lost is None:
                 left = end - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
+                if left <= 0 or self._groups.closed or not self._changed.wait(left):
                     break
             got, self._opened = self._opened, {}
             lost = self._lost

@@ -135,6 +135,7 @@ class MeshExchange:
             self.combine(self.dispatch(layer, nothing, ids, weights))
         self.end_step()
 
+    @torch.inference_mode()
     def dispatch(
         self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, micro: int = 0
     ) -> Pending:
@@ -163,6 +164,7 @@ class MeshExchange:
                     pending.fillers.append(empty)
         return pending
 
+    @torch.inference_mode()
     def combine(self, pending: Pending) -> Tensor:
         """fp32 [T, D]: the sum over all experts of every row. Raises ExchangeError."""
         y_TD = torch.zeros(pending.rows, self._width, device=self.device)
@@ -190,9 +192,14 @@ class MeshExchange:
             pass  # the epoch is broken already; closing the sockets tells the rest
         self._groups.close()
 
-    def abort(self) -> None:
-        """Breaks the epoch at once, from any thread: every wait on every rank fails."""
-        self._groups.close()
+    def abort(self, reason: str) -> None:
+        """Breaks the epoch at once, from any thread: every wait on every rank fails.
+
+        The next begin_step raises with this reason, and `peer_waiting` is true so that an idle
+        engine gets there.
+        """
+        self._groups.close(reason)
+        self._control.wake()
 
     def _post(
         self, at: Round, begin: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor

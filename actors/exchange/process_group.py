@@ -61,6 +61,7 @@ class Groups:
         self.roster, self.rank, self.device = roster, rank, device
         self.deadline = timedelta(seconds=settings.deadline_s)
         self._closed = False
+        self.verdict: str | None = None
         limit = timedelta(seconds=settings.join_deadline_s)
         where = Where(rank, -1, "join", -1)
         try:
@@ -78,6 +79,10 @@ class Groups:
                 self.combine = _nccl(PrefixStore("combine", prefix), roster, rank, limit)
         except RuntimeError as error:
             raise where.error(f"{roster.name(rank)} could not join: {_reason(error)}") from error
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         return self.control.send([tensor], peer, tag)
@@ -101,22 +106,32 @@ class Groups:
     def lost(self, where: Where, error: RuntimeError) -> ExchangeError:
         """Closes the epoch and says who was lost, where and why."""
         self.close()
+        if self.verdict is not None:
+            return where.error(self.verdict)
         name = where.group or self.roster.name(where.peer)
         return where.error(f"{name}: {_reason(error)}")
 
-    def close(self) -> None:
-        """Ends the epoch here: own waits and those of every peer fail at once. Never raises."""
+    def close(self, verdict: str | None = None) -> None:
+        """Ends the epoch here: own waits and those of every peer fail at once. Never raises.
+
+        verdict: what later errors say, when the reason is known better than by a closed socket.
+        """
+        self.verdict = self.verdict or verdict
         if self._closed:
             return
         self._closed = True
         # gloo has no abort that reaches a waiting thread, but a receive that times out closes
-        # all connections of its group; nobody sends with this tag.
-        peer = 1 if self.rank == 0 else 0
-        try:
-            nothing = torch.empty(1, dtype=torch.uint8)
-            self.control.recv([nothing], peer, CLOSE_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
+        # all connections of its group; nobody sends with this tag. A connection that is closed
+        # already fails at once and closes no other: go on to the next.
+        for peer in range(self.roster.size):
+            if peer == self.rank:
+                continue
+            try:
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self.control.recv([nothing], peer, CLOSE_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    break
         for group in (self.dispatch, self.combine):
             if group is not self.control:
                 group.abort()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.actors.exchange.base import ExchangeError, PartialSums
+from expertmesh.actors.exchange.base import PartialSums
 from expertmesh.actors.exchange.control import ExpertControl, StepPlan
 from expertmesh.actors.exchange.layouts import ExactExpert, ExpertEnd, PaddedExpert
 from expertmesh.actors.exchange.mesh import formats_of, is_padded
@@ -55,6 +55,7 @@ class MeshServer:
         self.work = {layer: LayerWork() for layer in roster.layers}
         self.steps = 0
 
+    @torch.inference_mode()
     def run(self, on_step: Callable[[], None] | None = None) -> None:
         """Serves steps until the epoch ends. Raises ExchangeError; any failure ends the epoch.
 
@@ -116,5 +117,3 @@ class MeshServer:
             z_TD = z_TD.to(self._dtype)
         return z_TD, slots_TK.long(), weights_TK
 
-
-__all__ = ["ExchangeError", "LayerWork", "MeshServer"]
