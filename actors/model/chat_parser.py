@@ -167,7 +167,6 @@ class ChatParser:
     def _end_text(self) -> None:
         """A marker ends the text before it: what is not a whole character by now never will be."""
         self._emit(self._utf8.decode(b"", final=True))
-        self._utf8.reset()
 
     def _end_tag(self) -> None:
         if self._tag is None:

@@ -54,7 +54,7 @@ class StopStringMatcher:
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Feed one character; the longest stop string that ends with it."""
+        """Feed one character; the longest stop string that ends with it. Last call if one does."""
         best: str | None = None
         for i, stop in enumerate(self._stops):
             state, borders = self._states[i], self._borders[i]
@@ -62,10 +62,8 @@ class StopStringMatcher:
                 state = borders[state - 1]
             if stop[state] == char:
                 state += 1
-            if state == len(stop):
-                if best is None or len(stop) > len(best):
-                    best = stop
-                state = borders[state - 1]
+            if state == len(stop) and (best is None or len(stop) > len(best)):
+                best = stop
             self._states[i] = state
         return best
 

@@ -193,7 +193,7 @@ def test_arguments_that_are_no_object_stay_raw(tokenizer: Tokenizer, broken: str
 
 
 def test_arguments_may_be_an_object(tokenizer: Tokenizer) -> None:
-    as_text = {"role": "assistant", "tool_calls": [call("f", '{"a": {"b": [1, "é"]}}')]}
+    as_text = {"role": "assistant", "tool_calls": [call("f", ' {"a" : {"b": [1, "é"]} } ')]}
     as_object = {"role": "assistant", "tool_calls": [call("f", {"a": {"b": [1, "é"]}})]}
     assert ids(tokenizer, [as_object]) == ids(tokenizer, [as_text])
 
@@ -227,6 +227,14 @@ def test_results_with_foreign_ids_keep_their_order(tokenizer: Tokenizer) -> None
         f'<|open|>message role="tool" tool="first" index="1"<|sep|>one{MESSAGE_END}'
         f'<|open|>message role="tool" tool="second" index="2"<|sep|>two{MESSAGE_END}'
     )
+
+
+def test_results_belong_to_the_last_assistant_message(tokenizer: Tokenizer) -> None:
+    turns = [TWO_CALLS, result("a", "1"), result("b", "2"), TWO_CALLS, result("b", "4")]
+    prompt = history(tokenizer, [*turns, result("a", "3")])
+    ends = [f'tool="first" index="1"<|sep|>{n}{MESSAGE_END}' for n in "13"]
+    assert [prompt.count(end) for end in ends] == [1, 1]
+    assert f'tool="second" index="2"<|sep|>4{MESSAGE_END}' in prompt
 
 
 def test_results_count_on_after_another_message(tokenizer: Tokenizer) -> None:

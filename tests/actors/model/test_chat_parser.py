@@ -106,6 +106,7 @@ def test_the_published_example(tokenizer: Tokenizer) -> None:
         ("a<|open|>" + "b" * 3000, ChatDelta("a" + "b" * 3000)),
         ("a<|open|>shout<|sep|>b<|close|>shout<|sep|>c", ChatDelta("abc")),
         # Everything after the end is ignored.
+        (CALL.replace("<|close|>argument", "<|end_of_msg|><|close|>argument"), ChatDelta()),
         ("r<|end_of_msg|>x", ChatDelta("r")),
     ],
 )  # fmt: skip

@@ -115,6 +115,11 @@ for _ in range(20_000):
                 ]
             },
         ),
+        (
+            "tools",
+            [USER],
+            {"tools": [{"type": "function", "function": {"name": "f", "x": float("nan")}}]},
+        ),
         ("response_format.type", [USER], {"response_format": {"type": ""}}),
         ("response_format.type", [USER], {"response_format": {"type": "banana"}}),
         ("response_format.type", [USER], {"response_format": "json_object"}),
