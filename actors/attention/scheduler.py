@@ -82,6 +82,8 @@ class Scheduler:
                 plan.admitted.append(seq)
                 for other in passed:
                     other.bypassed += 1
+                if any(other.bypassed >= self.settings.max_bypass for other in passed):
+                    break
 
         # Decode: a row for every sequence past its prompt, new or replayed.
         # Prefill: the rest of the budget. At first nobody gets more than half of it, so that a

@@ -1,4 +1,4 @@
-"""Random schedules in tiny pools: whatever happens to the neighbours, an answer is the answer alone."""
+"""Random schedules in tiny pools: whatever neighbours do, an answer is the answer alone."""
 
 from typing import Any
 
