@@ -1,0 +1,58 @@
+"""mlx-lm on the CPU backend, with its own continuous-batching generator."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.utils import load_model
+from protocol import Clock, serve
+
+
+class Mlx:
+    def __init__(self, options: dict[str, Any]) -> None:
+        mx.set_default_device(mx.cpu)
+        self.model, _ = load_model(Path(options["checkpoint"]))
+        # Experts stay packed (mxfp4); the rest is fp32 as in the other systems.
+        self.model.set_dtype(mx.float32)
+        mx.eval(self.model.parameters())
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "system": "mlx-lm",
+            "versions": {name: version(name) for name in ("mlx-lm", "mlx", "mlx-cpu")},
+            "weights": "float32, experts mxfp4",
+            "threads": "mlx decides (it has no setting)",
+        }
+
+    def score(self, ids: list[int]) -> dict[str, list[Any]]:
+        logits = self.model(mx.array([ids]), cache=self.model.make_cache())[0].astype(mx.float32)
+        best = mx.argmax(logits, axis=-1)
+        logprob = logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)
+        return {"argmax": best.tolist(), "logprob": logprob.tolist()}
+
+    def generate(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        count = len(prompts)
+        generator = BatchGenerator(
+            self.model, max_tokens=new, completion_batch_size=count, prefill_batch_size=count
+        )
+        clock = Clock()
+        order = {uid: at for at, uid in enumerate(generator.insert(prompts))}
+        ids: list[list[int]] = [[] for _ in prompts]
+        waiting, open_requests = count, count
+        while open_requests:
+            for response in generator.next_generated():
+                sequence = ids[order[response.uid]]
+                sequence.append(response.token)
+                waiting -= len(sequence) == 1
+                open_requests -= response.finish_reason is not None
+            if not waiting and not clock.first:
+                clock.all_have_first()
+        timing = clock.timing(ids)
+        generator.close()
+        return timing
+
+
+if __name__ == "__main__":
+    serve(Mlx)
