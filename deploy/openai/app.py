@@ -1,0 +1,217 @@
+"""The OpenAI-compatible application: routes over an EngineClient, and nothing that computes."""
+
+import asyncio
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from expertmesh import __version__
+from expertmesh.deploy.engine_client import EngineClient
+from expertmesh.deploy.openai import chat, completions
+from expertmesh.deploy.openai.body import read_json
+from expertmesh.deploy.openai.errors import ApiError, bad, from_validation, unavailable, unsupported
+from expertmesh.deploy.openai.generation import Generation
+from expertmesh.deploy.openai.middleware import Edge
+from expertmesh.deploy.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingRequest,
+    Strict,
+    TokenizeRequest,
+)
+from expertmesh.deploy.openai.response import GenerationResponse, Traffic
+from expertmesh.deploy.openai.sampling import check_ids, check_model
+from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.openai.telemetry import Telemetry
+
+Model = TypeVar("Model", bound=Strict)
+
+
+def build_app(client: EngineClient, info: ServedModel) -> FastAPI:
+    """Routes for one served model. Two apps in a process share nothing."""
+    app = FastAPI(title="ExpertMesh", version=__version__, docs_url=None, redoc_url=None)
+    door = FrontDoor(client, info)
+    app.add_middleware(Edge)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+
+    def post(path: str, model: type[Strict], endpoint: Any) -> None:
+        # The body is read and checked by hand (limits first, one envelope); the schema is for
+        # readers of /openapi.json.
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema.pop("$defs", None)
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        app.post(path, openapi_extra={"requestBody": body}, response_model=None)(endpoint)
+
+    post("/v1/completions", CompletionRequest, door.completions)
+    post("/v1/chat/completions", ChatRequest, door.chat)
+    post("/tokenize", TokenizeRequest, door.tokenize)
+    post("/detokenize", DetokenizeRequest, door.detokenize)
+    app.get("/v1/models", response_model=None)(door.models)
+    app.get("/v1/models/{model_id:path}", response_model=None)(door.model)
+    app.get("/health", response_model=None)(door.health)
+    app.get("/ready", response_model=None)(door.ready)
+    app.get("/version", response_model=None)(door.version)
+    app.get("/metrics", response_model=None)(door.metrics)
+    return app
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405, in the one envelope."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:100]
+    if error.status_code == 404:
+        return ApiError(404, f"there is no {path} here").response()
+    if error.status_code == 405:
+        allowed = error.headers or {}
+        return ApiError(405, f"{request.method} is not allowed on {path}").response(allowed)
+    return ApiError(error.status_code, str(error.detail)).response()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+class FrontDoor:
+    """The endpoints. Every failure leaves as an ApiError."""
+
+    def __init__(self, client: EngineClient, served: ServedModel) -> None:
+        self._client = client
+        self._served = served
+        self._traffic = Traffic(served.limits.chunks_per_second)
+        self._telemetry = Telemetry(served.name, lambda: self._traffic.requests)
+
+    async def completions(self, request: Request) -> Response:
+        async def prepare(heavy: bool, body: dict[str, Any]) -> tuple[Generation, bool]:
+            parsed = _validate(CompletionRequest, body)
+            return await completions.prepare(parsed, self._served, heavy), bool(parsed.stop)
+
+        return await self._generate(request, prepare)
+
+    async def chat(self, request: Request) -> Response:
+        async def prepare(heavy: bool, body: dict[str, Any]) -> tuple[Generation, bool]:
+            parsed = _validate(ChatRequest, body)
+            return await chat.prepare(parsed, self._served, heavy), bool(parsed.stop)
+
+        return await self._generate(request, prepare)
+
+    async def _generate(self, request: Request, prepare: Any) -> Response:
+        limits = self._served.limits
+        try:
+            if self._traffic.requests >= limits.requests:
+                raise ApiError(
+                    429, f"{limits.requests} requests are being served already", retry_after=1
+                )
+            ready, reason = self._client.ready()
+            if not ready:
+                raise unavailable(reason)
+            body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
+            generation, early_stop = await prepare(heavy, body)
+        except ApiError as error:
+            self._telemetry.failed(error)
+            raise
+        return GenerationResponse(
+            generation, self._client, self._telemetry, self._traffic, early_stop
+        )
+
+    async def models(self) -> Response:
+        cards = [self._card(name) for name in self._served.names]
+        return _json({"object": "list", "data": cards})
+
+    async def model(self, model_id: str) -> Response:
+        check_model(model_id, self._served)
+        return _json(self._card(model_id))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._served.created,
+            "owned_by": "expertmesh",
+            "root": self._served.root,
+            "parent": None,
+            "max_model_len": self._served.max_model_len,
+        }
+
+    async def health(self) -> Response:
+        """Live: this process answers. Whether it can serve is /ready."""
+        return Response(status_code=200)
+
+    async def ready(self) -> Response:
+        ready, reason = self._client.ready()
+        if not ready:
+            raise unavailable(reason)
+        return _json({"status": "ready", "model": self._served.name})
+
+    async def version(self) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(self) -> Response:
+        text = self._telemetry.exposition(await self._client.stats())
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def tokenize(self, request: Request) -> Response:
+        limits = self._served.limits
+        body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
+        parsed = _validate(TokenizeRequest, body)
+        check_model(parsed.model, self._served)
+        tokenizer = self._served.tokenizer
+        if tokenizer is None:
+            raise bad("this checkpoint has no tokenizer", "prompt")
+        if (parsed.prompt is None) == (parsed.messages is None):
+            raise bad("give either prompt or messages", "prompt")
+
+        def encode() -> list[int]:
+            if parsed.prompt is not None:
+                return tokenizer.encode(parsed.prompt)
+            thinking = chat.effort(parsed.chat_template_kwargs, None)
+            return chat.render(parsed.messages, parsed.tools, thinking, None, self._served)
+
+        ids = await asyncio.to_thread(encode) if heavy else encode()
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self._served.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        if parsed.return_token_strs:
+            answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+        return _json(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        limits = self._served.limits
+        body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
+        parsed = _validate(DetokenizeRequest, body)
+        check_model(parsed.model, self._served)
+        tokenizer = self._served.tokenizer
+        if tokenizer is None:
+            raise bad("this checkpoint has no tokenizer", "tokens")
+        check_ids(parsed.tokens, self._served.vocab_size, "tokens")
+        arguments = (parsed.tokens, parsed.skip_special_tokens)
+        if heavy:
+            text = await asyncio.to_thread(tokenizer.decode, *arguments)
+        else:
+            text = tokenizer.decode(*arguments)
+        return _json({"prompt": text})
+
+
+def _validate(model: type[Model], body: dict[str, Any]) -> Model:
+    if issubclass(model, SamplingRequest):
+        for key in body:
+            if key in SamplingRequest.unsupported:
+                raise unsupported(key, key)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise from_validation(error) from None

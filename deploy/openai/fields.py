@@ -1,0 +1,74 @@
+"""Field types of the request models: each says what it takes, and fails with a short reason."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
+INT64 = 2**63
+
+
+class PathError(ValueError):
+    """A ValueError below a field: `path` continues the field's own, as in `[3].text`."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _integer_keys(value: Any) -> Any:
+    """JSON object keys are strings; {"5": 1.0} means token 5."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token id to bias")
+    out: dict[int, Any] = {}
+    for key, bias in value.items():
+        if isinstance(key, str) and _INTEGER.fullmatch(key):
+            out[int(key)] = bias
+        elif isinstance(key, int):
+            out[key] = bias
+        else:
+            raise PathError(f".{str(key)[:40]}", "keys must be token ids")
+    return out
+
+
+def _prompt(value: Any) -> Any:
+    """One prompt or many, all text or all token ids, always returned as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of token ids, or a list of either")
+    if not value:
+        raise ValueError("must not be empty")
+    if isinstance(value[0], int | float):  # float only to name the bad element
+        _check_ids(value, "")
+        return [value]
+    kind = type(value[0])
+    if kind is not str and kind is not list:
+        raise PathError("[0]", "must be a string or a list of token ids")
+    for position, item in enumerate(value):
+        if type(item) is not kind:
+            raise PathError(f"[{position}]", "must not mix strings and lists of token ids")
+        if kind is list:
+            _check_ids(item, f"[{position}]")
+    return value
+
+
+def _check_ids(ids: list[Any], path: str) -> None:
+    """Exactly int: a bool is an int to isinstance, and 1.0 is not a token id."""
+    for position, token in enumerate(ids):
+        if type(token) is not int:
+            raise PathError(f"{path}[{position}]", "token ids must be integers")
+
+
+Texts = Annotated[list[str], BeforeValidator(_one_or_many)]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_integer_keys)
+]
+Prompts = Annotated[list[Any], BeforeValidator(_prompt)]
+Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
+TokenCount = Annotated[int, Field(ge=0, lt=INT64)]

@@ -1,0 +1,48 @@
+"""The outermost layer: request ids, and no failure without an envelope. Plain ASGI, because
+Starlette's BaseHTTPMiddleware copies every chunk of a stream through a queue."""
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from expertmesh.deploy.openai.errors import ApiError
+
+_log = logging.getLogger(__name__)
+
+# Printable ASCII, bounded: the id goes back in a header and into logs.
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class Edge:
+    """Echoes or mints X-Request-Id, and answers 500 for what nobody caught."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+        started = False
+
+        async def tagged(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        except ClientDisconnect:
+            return  # nobody is left to answer
+        except Exception:
+            _log.exception("request %s: %s failed", request_id, scope["path"])
+            if not started:
+                await ApiError(500, "internal error").response()(scope, receive, tagged)

@@ -1,0 +1,129 @@
+"""The request models. Unknown keys are refused by name: a dropped option is a wrong answer that
+looks right. Integers are strict (no "5", 5.0 or true), and null means absent everywhere.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from expertmesh.deploy.openai.fields import LogitBias, Prompts, Seed, Texts, TokenCount
+
+Effort = Literal["low", "high", "max"]
+
+
+class Strict(BaseModel):
+    """Base of everything a client sends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: item for key, item in value.items() if item is not None}
+        return value
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class ResponseFormat(Strict):
+    type: Annotated[str, Field(max_length=40)]
+    json_schema: Any = None
+
+
+class ChatTemplateOptions(Strict):
+    """thinking: whether the model reasons first. thinking_effort: how long."""
+
+    thinking: bool | None = None
+    thinking_effort: Effort | None = None
+
+
+class SamplingRequest(Strict):
+    """What both generation endpoints share. Defaults are OpenAI's; extras are vLLM's by name."""
+
+    # Known elsewhere and absent here: the answer says so, where "unknown field" would send the
+    # reader looking for a spelling mistake.
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "best_of", "suffix", "functions", "function_call", "modalities", "audio", "prediction",
+        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "cache_salt", "session_id", "prompt_logprobs", "web_search_options", "bad_words",
+        "use_beam_search", "length_penalty", "truncate_prompt_tokens", "add_special_tokens",
+        "allowed_token_ids", "logits_processors", "kv_transfer_params", "service_tier", "store",
+        "metadata", "verbosity", "continue_final_message", "add_generation_prompt", "documents",
+    )  # fmt: skip
+
+    model: Annotated[str, Field(min_length=1)]
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Seed | None = None
+    stop: Texts = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: TokenCount = 0
+    ignore_eos: bool = False
+    logit_bias: LogitBias = {}
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(10**6), le=10**6)] = 0
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    return_routed_experts: bool = False
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions. prompt is normalised to a list of texts or a list of id lists."""
+
+    prompt: Prompts
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+class ChatRequest(SamplingRequest):
+    """POST /v1/chat/completions. messages, tools and tool_choice are checked where they are
+    rendered (actors/model/chat.py): the chat format decides what it can express."""
+
+    messages: Any
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+    reasoning_effort: Literal["none", "low", "high", "max"] | None = None
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize. Text is encoded without any special token, whatever markers it contains."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize. Special tokens are shown by name unless skip_special_tokens."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False

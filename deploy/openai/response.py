@@ -1,0 +1,205 @@
+"""The ASGI response of a generation: plain or streamed, ended by error, deadline or disconnect."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from expertmesh.actors.attention.messages import TokenOutput
+from expertmesh.deploy.engine_client import EngineClient, Pace, at_the_end
+from expertmesh.deploy.openai.errors import ApiError
+from expertmesh.deploy.openai.generation import DONE, KEEP_ALIVE, Generation, event
+from expertmesh.deploy.openai.run import Feed, all_choices, api_error
+from expertmesh.deploy.openai.telemetry import Telemetry
+
+_log = logging.getLogger(__name__)
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+
+
+class Traffic:
+    """What is under way in this process, and so how often one stream may write.
+
+    All streams together get `chunks_per_second`; with few streams a chunk holds one token, with
+    many it holds what the engine made since the stream's last turn. A write costs the same
+    whatever it carries, and it is writes that exhaust the processor.
+    """
+
+    def __init__(self, chunks_per_second: float) -> None:
+        self._budget = chunks_per_second
+        self.requests = 0
+        self.streams = 0
+
+    def interval(self) -> float:
+        """Seconds between two chunks of one stream."""
+        return self.streams / self._budget
+
+
+class GenerationResponse(Response):
+    """Runs `generation` against the client when the server calls it."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        client: EngineClient,
+        telemetry: Telemetry,
+        traffic: Traffic,
+        early_stop: bool,
+    ) -> None:
+        """early_stop: the edge may end a choice before the engine does (stop strings)."""
+        super().__init__()
+        self._generation = generation
+        self._client = client
+        self._telemetry = telemetry
+        self._traffic = traffic
+        self._early_stop = early_stop
+        self._limits = generation.served.limits
+        self._started = False
+        self._sent_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._traffic.requests += 1
+        work = asyncio.create_task(self._run(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._telemetry.cancelled()
+        finally:
+            self._traffic.requests -= 1
+            # Cancelling closes the client's iterators, which aborts the request in the engine.
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _run(self, send: Send) -> None:
+        generation = self._generation
+        try:
+            async with asyncio.timeout(self._limits.request_seconds):
+                if generation.stream:
+                    await self._stream(send)
+                else:
+                    await self._plain(send)
+        except Exception as error:
+            known = api_error(error)
+            if known is None:
+                _log.exception("request %s failed", generation.id)
+                known = ApiError(500, "internal error")
+            self._telemetry.failed(known)
+            await self._send_error(known, send)
+        else:
+            self._telemetry.finished(generation)
+
+    def _pace(self) -> Pace:
+        if self._generation.stream:
+            return self._traffic.interval
+        return (lambda: 0.05) if self._early_stop else at_the_end
+
+    def _feeds(self) -> list[Feed[bytes]]:
+        generation, telemetry = self._generation, self._telemetry
+
+        def one(index: int) -> Callable[[TokenOutput], tuple[bytes, bool]]:
+            last: float | None = None
+
+            def feed(output: TokenOutput) -> tuple[bytes, bool]:
+                nonlocal last
+                if output.token_ids and generation.stream:
+                    now = time.perf_counter()
+                    if last is not None:
+                        telemetry.between_tokens((now - last) / len(output.token_ids))
+                    elif generation.first_token_at is None:
+                        telemetry.first_token(now - generation.arrived)
+                    last = now
+                return generation.feed(index, output)
+
+            return feed
+
+        return [one(index) for index in range(len(generation.requests))]
+
+    async def _plain(self, send: Send) -> None:
+        generation = self._generation
+        feeds = self._feeds()
+        async with aclosing(
+            all_choices(self._client, generation.requests, feeds, self._pace())
+        ) as pieces:
+            async for _ in pieces:
+                pass
+        self._started = True
+        response = Response(generation.body(), media_type="application/json")
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
+
+    async def _stream(self, send: Send) -> None:
+        generation = self._generation
+        heartbeat = asyncio.create_task(self._heartbeat(send))
+        self._traffic.streams += 1
+        try:
+            async with aclosing(
+                all_choices(self._client, generation.requests, self._feeds(), self._pace())
+            ) as pieces:
+                # One event behind, so that the last tokens, usage and [DONE] share one write.
+                held = b""
+                async for _, piece in pieces:
+                    if held:
+                        await self._write(held, send)
+                        held = b""
+                    if generation.complete:
+                        held = piece
+                    elif piece:
+                        await self._write(piece, send)
+            await self._write(held + generation.closing(), send, more=False)
+        finally:
+            self._traffic.streams -= 1
+            heartbeat.cancel()
+
+    async def _write(self, data: bytes, send: Send, more: bool = True) -> None:
+        self._sent_at = time.monotonic()
+        if not self._started:
+            self._started = True
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
+            )
+            data = self._generation.opening() + data
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _heartbeat(self, send: Send) -> None:
+        """Comments while nothing else is sent. The first one also opens the stream, so until
+        then a failure still has its status code."""
+        period = self._limits.keep_alive_seconds
+        self._sent_at = time.monotonic()
+        while True:
+            silent = time.monotonic() - self._sent_at
+            await asyncio.sleep(max(period - silent, 0.01))
+            if time.monotonic() - self._sent_at >= period:
+                await self._write(KEEP_ALIVE, send)
+
+    async def _send_error(self, error: ApiError, send: Send) -> None:
+        if self._started and self._generation.stream:
+            body = event(error.envelope()) + DONE
+        elif self._started:
+            return
+        else:
+            response = error.response()
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": response.status_code,
+                    "headers": response.raw_headers,
+                }
+            )
+            body = bytes(response.body)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
