@@ -26,6 +26,8 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 _LFS_POINTER = b"version https://git-lfs"
 # One request per block keeps a network file system streaming, and its read-ahead effective.
 _BLOCK = 16 << 20
+# In Python's mmap module from 3.13 on; the number is Linux's.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 # Formats that occur in headers. Only those of tensors.DTYPE_BYTES are ever loaded.
 _ITEM_BYTES = {
@@ -195,15 +197,22 @@ class ShardReader:
         with self._lock:
             if self._map is None:
                 with self._shard.path.open("rb") as file:
-                    # Copy-on-write: torch wants writable memory, the file must never change.
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                    # Private: torch wants writable memory, the file must never change. Without
+                    # a reservation, or a shard larger than main memory could not be mapped.
+                    self._map = mmap.mmap(
+                        file.fileno(),
+                        0,
+                        flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                    )
             return self._map
 
     def _read(self, entries: Sequence[Entry]) -> list[Tensor]:
         made: dict[int, Tensor] = {}
         order = sorted(range(len(entries)), key=lambda i: entries[i].begin)
         with self._shard.path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while order:
                 run = [order.pop(0)]
                 while order and entries[order[0]].begin == entries[run[-1]].end:

@@ -35,7 +35,7 @@ ALog = Literal["padded", "flat", "4d"]
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _E2M1_STD = 2.926  # of a uniformly random code
 
-_QUANTIZATION: dict[str, Any] = {
+QUANTIZATION: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "mxfp4-pack-quantized",
     "quantization_status": "compressed",
@@ -99,7 +99,7 @@ def config_dict(family: str = "kimi_k3", **overrides: Any) -> dict[str, Any]:
     linear = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}
     linear |= _LINEAR_ATTENTION[family] | overrides.pop("linear_attn_config", {})
     packed = family == "kimi_k3"
-    text |= {"quantization_config": _QUANTIZATION} if packed else {}
+    text |= {"quantization_config": QUANTIZATION} if packed else {}
     text |= overrides
     layers = text["num_hidden_layers"]
     mla = sorted({i for i in range(1, layers + 1) if i % 4 == 0} | {layers})
@@ -148,10 +148,11 @@ def write_checkpoint(
     if tokenizer:
         overrides = {"vocab_size": 512} | SPECIAL_IDS | overrides
         write_tokenizer(folder)
-    raw = config_dict(family, **overrides)
+    experts = experts or ("packed" if family == "kimi_k3" else "bf16")
+    claim = ... if experts == "bf16" else QUANTIZATION
+    raw = config_dict(family, **({"quantization_config": claim} | overrides))
     (folder / "config.json").write_text(json.dumps(raw, indent=2))
     config = parse_config(raw)
-    experts = experts or ("packed" if family == "kimi_k3" else "bf16")
     a_log = a_log or ("padded" if family == "kimi_k3" else "4d")
     tensors = dict(random_tensors(config, seed=seed, experts=experts, a_log=a_log, dtype=dtype))
     write_shards(folder, tensors, shards)

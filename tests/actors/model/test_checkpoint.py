@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from expertmesh.actors.model.checkpoint import Checkpoint, CheckpointError, PackedMatrix
 from expertmesh.actors.model.config import load_config, parse_config
 from expertmesh.actors.model.validate import claims_packed
-from tests.support.checkpoints import config_dict, decode_mxfp4, write_checkpoint
+from tests.support.checkpoints import QUANTIZATION, config_dict, decode_mxfp4, write_checkpoint
 from tests.support.golden import GOLDEN
 from tests.support.tampering import Change, change_json, change_tensors, replace, shards_of
 
@@ -290,7 +290,7 @@ def test_every_other_scale_byte_passes_unchanged(folder: Path) -> None:
 def test_the_files_win_over_the_quantization_claim(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    claimed = write_checkpoint(tmp_path / "a", experts="bf16")
+    claimed = write_checkpoint(tmp_path / "a", experts="bf16", quantization_config=QUANTIZATION)
     assert isinstance(opened(claimed).expert(1, 0).w1, torch.Tensor)
     unclaimed = write_checkpoint(tmp_path / "b", quantization_config=...)
     assert isinstance(opened(unclaimed).expert(1, 0).w1, PackedMatrix)

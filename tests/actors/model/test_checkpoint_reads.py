@@ -1,5 +1,6 @@
 """Only the needed bytes are read, in large requests where asked for, and counted (C15)."""
 
+import json
 import os
 import shutil
 import threading
@@ -7,12 +8,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from expertmesh.actors.model.checkpoint import Checkpoint, CheckpointError, PackedMatrix
 from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.progress import LoadMeter, log_progress
+from expertmesh.actors.model.shard import ShardReader, read_shard
 from tests.support.checkpoints import write_checkpoint
 
 
@@ -242,3 +245,19 @@ def test_a_renamed_folder_keeps_its_open_map(folder: Path, tmp_path: Path) -> No
     total = weight.float().sum()
     copy.rename(tmp_path / "b")
     assert weight.float().sum() == total
+
+
+def test_a_shard_larger_than_main_memory_can_be_mapped(tmp_path: Path) -> None:
+    """A private map without reservation; the file is sparse, so the disk need not be large."""
+    rows = 2 * psutil.virtual_memory().total >> 12
+    header = {"x": {"dtype": "U8", "shape": [rows, 4096], "data_offsets": [0, rows << 12]}}
+    raw = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        try:
+            file.truncate(8 + len(raw) + (rows << 12))
+        except OSError:
+            pytest.skip("the file system has no sparse files of this size")
+    reader = ShardReader(read_shard(path), "mmap", lambda nbytes: None)
+    assert int(reader.tensors(["x"])[0][-1].sum()) == 0
