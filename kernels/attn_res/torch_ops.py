@@ -3,19 +3,25 @@
 import torch
 from torch import Tensor
 
+from expertmesh.kernels.elementwise import constant
+
 
 def attn_res_mix(sources_NTH: Tensor, score_weight_H: Tensor, eps: float = 1e-5) -> Tensor:
-    """Mix N depth sources per token; see `reference.attn_res_mix` for the equation.
+    """Mix N depth sources per token; `reference.attn_res_mix` has the equation.
 
-    sources_NTH: bank entries first, running sum last, activation dtype. score_weight_H: float32 product of
-    norm and projection weights. Returns [T, H] in the sources' dtype. With N = 1 the softmax is 1 and the
-    result IS `sources_NTH[0]` (an alias, not a copy).
+    sources_NTH: bank entries first, running sum last, activation dtype. score_weight_H: float32
+    product of norm and projection weights. Returns [T, H] in the sources' dtype. With N = 1 the
+    softmax is 1 and the result IS `sources_NTH[0]` (an alias, not a copy).
     """
     if sources_NTH.shape[0] == 1:
         return sources_NTH[0]
     v_NTH = sources_NTH.float()
-    square_NT = torch.linalg.vecdot(v_NTH, v_NTH)
-    score_NT = (v_NTH * score_weight_H).sum(-1)
-    score_NT.mul_(square_NT.div_(v_NTH.shape[-1]).add_(eps).rsqrt_())
-    alpha_NT = torch.softmax(score_NT, 0)
-    return (v_NTH * alpha_NT.unsqueeze(-1)).sum(0).to(sources_NTH.dtype)
+    norm_NT = torch.linalg.vector_norm(v_NTH, dim=-1)
+    score_NT = torch.linalg.vecdot(v_NTH, score_weight_H)
+    mean_square_NT = torch.addcmul(constant(eps), norm_NT, norm_NT, value=1.0 / v_NTH.shape[-1])
+    score_NT.mul_(mean_square_NT.rsqrt_())
+    # Softmax and sum over the FIRST axis would vectorise across tokens, and a token's bits would
+    # then depend on its column; over the last axis every token is computed alone.
+    alpha_T1N = torch.softmax(score_NT.t(), -1).unsqueeze(1)
+    mixed_T1H = torch.bmm(alpha_T1N, v_NTH.transpose(0, 1))
+    return mixed_T1H.squeeze(1).to(sources_NTH.dtype)

@@ -1,7 +1,7 @@
-"""Kimi Delta Attention: decode and chunked prefill, fast on CPU. The equations are in `reference.py`.
+"""Kimi Delta Attention: decode and chunked prefill, fast on CPU; equations in `reference.py`.
 
-State [S, H, Dk, Dv] float32 and the window of past projections [S, W-1, C] (C = q|k|v of all heads) are
-updated in place.
+State [S, H, Dk, Dv] float32 and the window of past projections [S, W-1, C] (C = q|k|v of all
+heads, oldest row first) are updated in place.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expertmesh.kernels.elementwise import sigmoid, silu, softplus
+from expertmesh.kernels.elementwise import constant, sigmoid, silu, softplus
 from expertmesh.kernels.kda.chunk import kda_chunk
 from expertmesh.kernels.kda.types import CHUNK, KdaSpan
 
 QK_EPS = 1e-6
+# Rows whose state is at most this large are gathered when slots are scattered; larger ones are
+# updated where they are, one run of slots at a time: moving them costs more than the calls.
+GATHER_BYTES = 128 * 1024
 
 __all__ = ["kda_chunk", "kda_decode", "kda_gate", "kda_prefill", "l2_normalise", "short_conv"]
 
@@ -21,34 +24,45 @@ __all__ = ["kda_chunk", "kda_decode", "kda_gate", "kda_prefill", "l2_normalise",
 def kda_gate(
     z_THD: Tensor, A_log_H: Tensor, dt_bias_HD: Tensor, lower_bound: float | None
 ) -> Tensor:
-    """Log-decay, float32, <= 0: lower_bound * sigmoid(exp(A)(z + dt)), or -exp(A) * softplus(z + dt)."""
+    """Log-decay <= 0, float32: lb * sigmoid(exp(A) x) or -exp(A) * softplus(x), x = z + dt."""
     rate_H1 = A_log_H.exp().unsqueeze(-1)
-    x_THD = z_THD + dt_bias_HD
+    x_THD = torch.add(z_THD, dt_bias_HD)
     if lower_bound is None:
-        return softplus(x_THD).mul_(-rate_H1)
-    return sigmoid(x_THD.mul_(rate_H1)).mul_(lower_bound)
+        return softplus(x_THD).mul_(rate_H1.neg_())
+    return sigmoid(x_THD.mul_(rate_H1)).mul_(constant(lower_bound))
 
 
 def l2_normalise(x: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + 1e-6) over the last axis, float32."""
-    return x * torch.linalg.vecdot(x, x).add_(QK_EPS).rsqrt_().unsqueeze(-1)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.mul(x, torch.addcmul(constant(QK_EPS), norm, norm).rsqrt_())
 
 
 def short_conv(qkv_TC: Tensor, conv_weight_CW: Tensor, window_VC: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU of one sequence; float32 inside, result in qkv's dtype.
+    """Causal depthwise convolution and SiLU of one sequence; float32 inside, qkv's dtype out.
 
-    window_VC: the W-1 rows before the first one (oldest first); updated in place to the last W-1 rows.
+    window_VC: the W-1 rows before the first one, oldest first; updated in place to the last W-1.
     """
     width = conv_weight_CW.shape[1]
     rows = qkv_TC.shape[0]
     padded = torch.cat((window_VC, qkv_TC))
     window_VC.copy_(padded[rows:])
-    weight_WC = conv_weight_CW.t().contiguous()
     padded = padded.float()
-    y_TC = padded[:rows] * weight_WC[0]
+    weight_WC = conv_weight_CW.t().contiguous()
+    y_TC = torch.mul(padded[:rows], weight_WC[0])
     for tap in range(1, width):
-        y_TC += padded[tap : tap + rows] * weight_WC[tap]
+        y_TC.addcmul_(padded[tap : tap + rows], weight_WC[tap])
     return silu(y_TC).to(qkv_TC.dtype)
+
+
+def _runs(slots: list[int]) -> list[tuple[int, int, int]]:
+    """Maximal runs of consecutive slots as (first row, end row, first slot)."""
+    runs, start = [], 0
+    for row in range(1, len(slots) + 1):
+        if row == len(slots) or slots[row] != slots[row - 1] + 1:
+            runs.append((start, row, slots[start]))
+            start = row
+    return runs
 
 
 def kda_decode(
@@ -63,30 +77,72 @@ def kda_decode(
     state: Tensor,
     slots_B: Tensor,
 ) -> Tensor:
-    """One token per row; slots must be distinct. Returns float32 [B, H, D]."""
+    """One token per row; slots must be distinct. Returns float32 [B, H, D].
+
+    Fastest when the rows come in runs of consecutive slots (their state is then never copied) and
+    when `conv_weight_CW` is the transpose of a contiguous [W, C].
+    """
     rows, heads, dim = z_BHD.shape
-    window_BWC = torch.cat((conv_state.index_select(0, slots_B), qkv_BC.unsqueeze(1)), dim=1)
-    conv_state.index_copy_(0, slots_B, window_BWC[:, 1:])
-    y_BC = silu((window_BWC.float() * conv_weight_CW.t()).sum(1)).to(qkv_BC.dtype).float()
-    y_BNHD = y_BC.view(rows, 3, heads, dim)
-    qk_BNHD = l2_normalise(y_BNHD[:, :2])
-    q_BHD, k_BHD, v_BHD = qk_BNHD[:, 0], qk_BNHD[:, 1], y_BNHD[:, 2]
+    runs = _runs(slots_B.tolist())
+    y_BC = _decode_conv(qkv_BC, conv_weight_CW, conv_state, slots_B, runs)
+    y_BND = y_BC.view(rows, 3 * heads, dim)
+    qk_BND = l2_normalise(y_BND[:, : 2 * heads])
+    q_BHD, k_BHD, v_BHD = qk_BND[:, :heads], qk_BND[:, heads:], y_BND[:, 2 * heads :]
     decay_BHD = kda_gate(z_BHD.float(), A_log_H, dt_bias_HD, lower_bound).exp_()
     # Expanded to D so that its rows never end in a scalar tail.
     beta_BHD = sigmoid(beta_BH.float().unsqueeze(-1).expand(rows, heads, dim))
+    inputs = (q_BHD, k_BHD, v_BHD, decay_BHD, beta_BHD)
+    if len(runs) == 1:
+        out_BHD = _decode_step(state[runs[0][2] : runs[0][2] + rows], *inputs)
+    elif len(runs) > 4 and 4 * heads * dim * dim <= GATHER_BYTES:
+        gathered = state.index_select(0, slots_B)
+        out_BHD = _decode_step(gathered, *inputs)
+        for begin, end, slot in runs:  # index_copy_ moves single elements, copy_ whole rows
+            state[slot : slot + end - begin].copy_(gathered[begin:end])
+    else:
+        out_BHD = z_BHD.new_empty(rows, heads, dim, dtype=torch.float32)
+        for begin, end, slot in runs:
+            part = (x[begin:end] for x in inputs)
+            out_BHD[begin:end] = _decode_step(state[slot : slot + end - begin], *part)
+    return out_BHD.mul_(constant(dim**-0.5))  # the scale of q, applied to the product
 
-    s_BHDD = state.index_select(0, slots_B)
-    # One read of S serves both products: (decay k)^T S is the prediction, (decay q)^T S the old part of o.
-    probe_BH2D = torch.stack((decay_BHD * k_BHD, decay_BHD * q_BHD), dim=2)
-    read_BH2D = torch.matmul(probe_BH2D, s_BHDD)
-    delta_BHD = (v_BHD - read_BH2D[:, :, 0]).mul_(beta_BHD)
-    overlap_BH1 = torch.linalg.vecdot(q_BHD, k_BHD).unsqueeze(-1)
-    out_BHD = torch.addcmul(read_BH2D[:, :, 1], overlap_BH1, delta_BHD).mul_(dim**-0.5)
-    s_BHDD.mul_(decay_BHD.unsqueeze(-1))
-    flat = s_BHDD.view(rows * heads, dim, dim)
-    flat.baddbmm_(k_BHD.reshape(rows * heads, dim, 1), delta_BHD.reshape(rows * heads, 1, dim))
-    state.index_copy_(0, slots_B, s_BHDD)
-    return out_BHD
+
+def _decode_conv(
+    qkv_BC: Tensor,
+    conv_weight_CW: Tensor,
+    conv_state: Tensor,
+    slots_B: Tensor,
+    runs: list[tuple[int, int, int]],
+) -> Tensor:
+    """Convolution and SiLU of one new row per slot, float32 [B, C]; shifts the windows."""
+    single = conv_state[runs[0][2] : runs[0][2] + len(qkv_BC)] if len(runs) == 1 else None
+    past_BVC = conv_state.index_select(0, slots_B) if single is None else single
+    window_BWC = torch.cat((past_BVC, qkv_BC.unsqueeze(1)), dim=1)
+    if single is None:
+        conv_state.index_copy_(0, slots_B, window_BWC[:, 1:])
+    else:
+        single.copy_(window_BWC[:, 1:])
+    y_BC = silu(torch.mul(window_BWC.float(), conv_weight_CW.t()).sum(1))
+    return y_BC if qkv_BC.dtype == torch.float32 else y_BC.to(qkv_BC.dtype).float()
+
+
+def _decode_step(
+    state_BHDD: Tensor,
+    q_BHD: Tensor,
+    k_BHD: Tensor,
+    v_BHD: Tensor,
+    decay_BHD: Tensor,
+    beta_BHD: Tensor,
+) -> Tensor:
+    """Decay, delta update (both in place) and read-out; q without its scale. Returns [B, H, D]."""
+    shape = v_BHD.shape
+    flat = state_BHDD.view(-1, *state_BHDD.shape[2:])
+    # (decay k)^T S equals k^T (decay S): the prediction needs no pass over the decayed state.
+    key = torch.mul(k_BHD, decay_BHD)
+    predicted = torch.bmm(key.view(flat.shape[0], 1, -1), flat).view(shape)
+    delta = torch.sub(v_BHD, predicted).mul_(beta_BHD)
+    state_BHDD.mul_(decay_BHD.unsqueeze(-1)).addcmul_(k_BHD.unsqueeze(-1), delta.unsqueeze(-2))
+    return torch.bmm(q_BHD.reshape(flat.shape[0], 1, -1), flat).view(shape)
 
 
 def kda_prefill(
@@ -103,8 +159,9 @@ def kda_prefill(
 ) -> Tensor:
     """Many tokens per sequence. Returns float32 [T, H, D], zero outside the spans.
 
-    Every span is cut at absolute multiples of 64 and every chunk is computed as 64 rows (missing rows are
-    exact no-ops), so a prefill cut at multiples of 64 is bit-identical to one in a single piece.
+    Spans are `KdaSpan`s or plain tuples of the same order. Every span is cut at absolute multiples
+    of 64 and every chunk is computed as 64 rows (missing rows are exact no-ops), so a prefill cut
+    at multiples of 64 is bit-identical to one in a single piece.
     """
     rows, heads, dim = z_THD.shape
     out_THD = torch.zeros(rows, heads, dim, dtype=torch.float32)
@@ -112,17 +169,17 @@ def kda_prefill(
         slot, begin, end, position = KdaSpan(*span)
         if end <= begin:
             continue
-        y = short_conv(qkv_TC[begin:end], conv_weight_CW, conv_state[slot]).float()
-        y_TNHD = y.view(end - begin, 3, heads, dim)
-        qk_TNHD = l2_normalise(y_TNHD[:, :2])
+        y_TC = short_conv(qkv_TC[begin:end], conv_weight_CW, conv_state[slot]).float()
+        y_TND = y_TC.view(end - begin, 3 * heads, dim)
+        qk_TND = l2_normalise(y_TND[:, : 2 * heads])
         gate_THD = kda_gate(z_THD[begin:end].float(), A_log_H, dt_bias_HD, lower_bound)
-        beta_THD = sigmoid(beta_TH[begin:end].float().unsqueeze(-1).expand(end - begin, heads, dim))
+        beta_THD = beta_TH[begin:end].float().unsqueeze(-1).expand(end - begin, heads, dim)
         out_THD[begin:end] = kda_chunk(
-            qk_TNHD[:, 0].mul_(dim**-0.5),
-            qk_TNHD[:, 1],
-            y_TNHD[:, 2],
+            qk_TND[:, :heads].mul_(constant(dim**-0.5)),
+            qk_TND[:, heads:],
+            y_TND[:, 2 * heads :],
             gate_THD,
-            beta_THD[:, :, 0],
+            sigmoid(beta_THD)[:, :, 0],
             state[slot],
             position % CHUNK,
         )

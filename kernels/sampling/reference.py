@@ -52,12 +52,13 @@ def _sample_row(
         threshold = weights[order[top_k - 1]]
         weights = [w if w >= threshold else 0.0 for w in weights]
     if top_p < 1.0:
-        total, before = sum(weights), 0.0
-        for rank, i in enumerate(order):
-            w = weights[i]
-            if rank > 0 and before >= top_p * total:
-                weights[i] = 0.0
-            before += w
+        goal, reached = top_p * math.fsum(weights), 0.0
+        for i in order:
+            edge = weights[i]
+            reached += edge
+            if reached >= goal:
+                break
+        weights = [w if w >= edge else 0.0 for w in weights]
     weights = [w if w >= min_p else 0.0 for w in weights]
     target, running = uniform * sum(weights), 0.0
     for i, w in enumerate(weights):

@@ -5,7 +5,9 @@ from torch import Tensor
 
 from expertmesh.kernels.sampling.philox import counter_uniform
 
-GREEDY_BELOW = 1e-5  # temperatures below it are argmax: the softmax is one-hot for any float32 gap
+GREEDY_BELOW = 1e-5  # temperatures below it are argmax: any float32 gap becomes certainty
+NUCLEUS_TRIES = (64, 512)  # sorted prefixes tried before a full sort
+BLOCK = 64  # ids per block of the two-level cumulative sum
 
 __all__ = ["GREEDY_BELOW", "counter_uniform", "log_probs", "sample"]
 
@@ -25,53 +27,87 @@ def sample(
 ) -> Tensor:
     """One token id per row, int64 [B].
 
-    Filters in order: temperature, top_k (<= 0 or >= V: off), top_p (>= 1: off), min_p (<= 0: off). Ties at
-    the top_k threshold are all kept; ties at the top_p cut are kept lowest id first. The draw is the inverse
-    of the cumulative distribution in id order at `uniform_B` in [0, 1). Temperature below GREEDY_BELOW takes
-    the lowest id among the largest logits, and so does a row without a finite maximum (all -inf, +inf, NaN).
+    Filters in order: temperature, top_k (<= 0 or >= V: off), top_p (>= 1: off), min_p (<= 0: off;
+    relative to the largest probability). Ids tied with the last kept one are all kept, by top_k
+    and by top_p. The draw is the inverse of the cumulative distribution in id order at
+    `uniform_B` in [0, 1). A temperature below GREEDY_BELOW takes the lowest id among the largest
+    logits, and so does a row without a finite maximum (all -inf, or any +inf or NaN).
     """
-    greedy_B = logits_BV.argmax(-1)
-    drawn = ((temperature_B >= GREEDY_BELOW) & logits_BV.amax(-1).isfinite()).nonzero().squeeze(1)
-    if drawn.numel() == 0:
-        return greedy_B
-    logits_RV = logits_BV.index_select(0, drawn).float()
-    logits_RV.sub_(logits_RV.amax(-1, keepdim=True)).div_(temperature_B[drawn].unsqueeze(1))
-    weight_RV = logits_RV.exp_()  # the largest weight of every row is exactly 1
-    _keep_top_k(weight_RV, top_k_B[drawn])
-    _keep_top_p(weight_RV, top_p_B[drawn])
-    min_p_R = min_p_B[drawn].to(weight_RV.dtype).unsqueeze(1)
-    weight_RV.masked_fill_(weight_RV < min_p_R, 0.0)
-    # float64: a float32 running sum would round tail tokens of a large vocabulary away.
-    cumulative_RV = weight_RV.cumsum(-1, dtype=torch.float64)
-    total_R1 = cumulative_RV[:, -1:]
-    target_R1 = uniform_B[drawn].double().unsqueeze(1) * total_R1
-    # Stay below the total even when the product rounds up, so an id with a positive weight is found.
-    target_R1 = torch.minimum(target_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
-    picked_R = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1)
-    return greedy_B.index_copy(0, drawn, picked_R)
+    drawn = [row for row, t in enumerate(temperature_B.tolist()) if t >= GREEDY_BELOW]
+    if not drawn:
+        return logits_BV.argmax(-1)
+    peak_B1 = logits_BV.amax(-1, keepdim=True)
+    finite = peak_B1.isfinite().squeeze(1).tolist()
+    drawn = [row for row in drawn if finite[row]]
+    if len(drawn) == len(logits_BV):
+        return _draw(logits_BV, peak_B1, temperature_B, top_k_B, top_p_B, min_p_B, uniform_B)
+    ids_B = logits_BV.argmax(-1)
+    if drawn:
+        rows = torch.tensor(drawn)
+        settings = (logits_BV, peak_B1, temperature_B, top_k_B, top_p_B, min_p_B, uniform_B)
+        ids_B[rows] = _draw(*(x.index_select(0, rows) for x in settings))
+    return ids_B
 
 
-def _keep_top_k(weight_RV: Tensor, top_k_R: Tensor) -> None:
-    """Zero the weights below the k-th largest of their row."""
-    vocabulary = weight_RV.shape[1]
-    rows = ((top_k_R > 0) & (top_k_R < vocabulary)).nonzero().squeeze(1)
-    if rows.numel() == 0:
-        return
-    k_R = top_k_R[rows].long()
-    largest = weight_RV[rows].topk(int(k_R.max()), dim=-1).values
-    threshold = largest.gather(1, (k_R - 1).unsqueeze(1))
-    weight_RV[rows] = weight_RV[rows].masked_fill_(weight_RV[rows] < threshold, 0.0)
+def _draw(
+    logits_RV: Tensor,
+    peak_R1: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    uniform_R: Tensor,
+) -> Tensor:
+    """The stochastic rows; every row has a finite largest logit."""
+    gap_RV = torch.sub(logits_RV, peak_R1).float()
+    # The largest weight of a row is exactly 1, whatever the temperature.
+    weight_RV = gap_RV.div_(temperature_R.float().unsqueeze(1)).exp_()
+    for row, k in enumerate(top_k_R.tolist()):
+        if 0 < k < weight_RV.shape[1]:
+            threshold = weight_RV[row].topk(k).values[-1]
+            weight_RV[row].masked_fill_(weight_RV[row] < threshold, 0.0)
+    for row, p in enumerate(top_p_R.tolist()):
+        if p < 1.0:
+            weight_RV[row].masked_fill_(weight_RV[row] < _nucleus_edge(weight_RV[row], p), 0.0)
+    for row, p in enumerate(min_p_R.tolist()):
+        if p > 0.0:
+            weight_RV[row].masked_fill_(weight_RV[row] < p, 0.0)
+    return _inverse_cdf(weight_RV, uniform_R)
 
 
-def _keep_top_p(weight_RV: Tensor, top_p_R: Tensor) -> None:
-    """Keep the smallest set of largest weights whose share reaches top_p; at least one stays."""
-    rows = (top_p_R < 1.0).nonzero().squeeze(1)
-    if rows.numel() == 0:
-        return
-    ordered, ids = weight_RV[rows].sort(dim=-1, descending=True, stable=True)
-    cumulative = ordered.cumsum(-1, dtype=torch.float64)
-    before = cumulative - ordered
-    drop = before >= top_p_R[rows].double().unsqueeze(1) * cumulative[:, -1:]
-    drop[:, 0] = False
-    ordered.masked_fill_(drop, 0.0)
-    weight_RV[rows] = torch.zeros_like(ordered).scatter_(1, ids, ordered)
+def _nucleus_edge(weight_V: Tensor, top_p: float) -> Tensor:
+    """Smallest weight of the smallest set of largest weights whose share reaches top_p."""
+    goal = top_p * float(weight_V.sum(dtype=torch.float64))
+    for size in (*NUCLEUS_TRIES, weight_V.shape[0]):
+        ordered = weight_V.topk(min(size, weight_V.shape[0])).values
+        reached = ordered.cumsum(0, dtype=torch.float64)
+        count = int(torch.searchsorted(reached, goal))  # number of sums below the goal
+        if count < len(ordered):
+            break
+    return ordered[min(count, len(ordered) - 1)]
+
+
+def _inverse_cdf(weight_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """First id whose cumulative weight exceeds uniform * total; it always has a positive weight.
+
+    Sums are float64 (a float32 running sum rounds the tail of a large vocabulary away), over
+    blocks first: a full cumulative sum of every row would dominate the step.
+    """
+    rows, vocabulary = weight_RV.shape
+    if vocabulary % BLOCK:
+        weight_RV = torch.nn.functional.pad(weight_RV, (0, BLOCK - vocabulary % BLOCK))
+    blocks_RNB = weight_RV.view(rows, -1, BLOCK)
+    reached_RN = blocks_RNB.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_R1 = uniform_R.double().unsqueeze(1) * reached_RN[:, -1:]
+    block_R1 = _first_above(reached_RN, target_R1)
+    before_R1 = torch.where(block_R1 > 0, reached_RN.gather(1, (block_R1 - 1).clamp_(min=0)), 0.0)
+    inside_RB = blocks_RNB[torch.arange(rows), block_R1.squeeze(1)].cumsum(-1, dtype=torch.float64)
+    return (block_R1 * BLOCK + _first_above(inside_RB, target_R1 - before_R1)).squeeze(1)
+
+
+def _first_above(reached_RN: Tensor, target_R1: Tensor) -> Tensor:
+    """First position whose running sum exceeds the target, clamped to where the sum grows."""
+    last_R1 = reached_RN[:, -1:]
+    highest_R1 = torch.nextafter(last_R1, torch.zeros_like(last_R1))
+    target_R1 = torch.minimum(target_R1.clamp(min=0.0), highest_R1)
+    return torch.searchsorted(reached_RN, target_R1.contiguous(), right=True)
