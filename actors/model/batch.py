@@ -63,6 +63,8 @@ class Batch:
 
     @cached_property
     def cache_rows_T(self) -> Tensor:
+        if not self.spans:  # a replica that joins a step without work
+            return torch.empty(0, dtype=torch.int64)
         return torch.from_numpy(np.concatenate([span.cache_rows() for span in self.spans]))
 
     @cached_property
