@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from torch import Tensor
@@ -50,8 +50,11 @@ class State(Protocol):
 class ForwardModel(Protocol):
     """What the engine needs of a Model."""
 
-    config: ModelConfig
-    kernels: SamplingKernels
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kernels(self) -> SamplingKernels: ...
 
     def forward(
         self,
@@ -62,6 +65,13 @@ class ForwardModel(Protocol):
         *,
         ping_pong: bool = False,
     ) -> Tensor: ...
+
+
+@runtime_checkable
+class Joinable(Protocol):
+    """An exchange whose ranks step together: one without work sends and receives zero rows."""
+
+    def join_step(self) -> None: ...
 
 
 class EngineStalled(RuntimeError):
@@ -177,9 +187,10 @@ class Engine:
             return self.fail(f"{type(error).__name__}: {error}")
 
     def join_step(self) -> list[TokenOutput]:
-        """Takes part in a step of the mesh with no rows of its own."""
+        """Takes part in a step that another rank of the mesh has opened, with no rows."""
         try:
-            self._forward(build_step(Plan()), None)
+            if isinstance(self.exchange, Joinable):
+                self.exchange.join_step()
         except Exception as error:
             return self.fail(f"{type(error).__name__}: {error}")
         return []

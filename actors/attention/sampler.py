@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertmesh.actors.attention.messages import LOGPROB_FLOOR, SamplingParams, TokenLogprobs
+from expertmesh.actors.attention.adjustments import adjust
+from expertmesh.actors.attention.messages import LOGPROB_FLOOR, TokenLogprobs
 from expertmesh.actors.attention.sequence import Sequence
 
 NO_TOKEN = -1
@@ -50,8 +51,8 @@ class Sampler:
         special = [row for row, seq in enumerate(sequences) if seq.special]
         reporting = [row for row in special if sequences[row].params.logprobs is not None]
         raw = self._kernels.log_probs(logits_BV[reporting]) if reporting else None
-        for row in special:
-            adjust(logits_BV[row], sequences[row])
+        if special:
+            adjust(logits_BV, special, sequences)
 
         ids, best = largest(logits_BV)
         if not math.isfinite(sum(best)):
@@ -102,19 +103,6 @@ def largest(logits_BV: Tensor) -> tuple[list[int], list[float]]:
         return ids.tolist(), rows[np.arange(len(ids)), ids].tolist()
     best_B, ids_B = logits_BV.max(dim=-1)
     return ids_B.tolist(), best_B.tolist()
-
-
-def adjust(logits_V: Tensor, seq: Sequence) -> None:
-    """Bias, then penalties, then no end id before min_tokens. In place, one row."""
-    params: SamplingParams = seq.params
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
-        bias = torch.tensor(list(params.logit_bias.values()), device=logits_V.device)
-        logits_V[ids] += bias.to(logits_V.dtype)
-    if seq.counts is not None:
-        seq.counts.apply(logits_V)
-    if len(seq.tokens) < seq.masked_until and seq.end_ids:
-        logits_V[list(seq.end_ids)] = -torch.inf
 
 
 def report(log_probs_TV: Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:

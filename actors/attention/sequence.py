@@ -2,8 +2,8 @@
 
 import secrets
 
+from expertmesh.actors.attention.adjustments import Penalties, penalties_for
 from expertmesh.actors.attention.messages import GenerateRequest, TokenLogprobs
-from expertmesh.actors.attention.penalties import TokenCounts, counts_for
 
 NO_SLOT = -1
 # Below this a division by the temperature only loses bits: the draw would be the argmax.
@@ -26,7 +26,6 @@ class Sequence:
         "bypassed",
         "chunk_end",
         "computed",
-        "counts",
         "end_ids",
         "greedy",
         "high_water",
@@ -35,6 +34,7 @@ class Sequence:
         "number",
         "pages",
         "params",
+        "penalties",
         "preemptions",
         "priority",
         "prompt_counted",
@@ -71,13 +71,13 @@ class Sequence:
         self.greedy = params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
         # Without a seed one is drawn here, once: a replay must not draw again.
         self.seed = (secrets.randbits(64) if params.seed is None else params.seed) % 2**64
-        self.counts: TokenCounts | None = counts_for(params, self.tokens)
+        self.penalties: Penalties | None = penalties_for(params, self.tokens)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
         self.special = (
             not self.greedy
-            or self.counts is not None
+            or self.penalties is not None
             or bool(params.logit_bias)
             or bool(params.min_tokens and self.end_ids)
             or params.logprobs is not None
@@ -92,5 +92,5 @@ class Sequence:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
-        if self.counts is not None:
-            self.counts.add(token)
+        if self.penalties is not None:
+            self.penalties.add(token)

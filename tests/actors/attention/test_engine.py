@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 
-from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import EngineBusy, EngineFailed
 from tests.support.engines import (
     EOS,
@@ -255,8 +254,22 @@ def test_submit_from_many_threads() -> None:
     check_idle(engine)
 
 
+class Joining:
+    def __init__(self) -> None:
+        self.joined = 0
+
+    def join_step(self) -> None:
+        self.joined += 1
+        if self.joined == 3:
+            raise RuntimeError("rank 2 is gone")
+
+
 def test_joining_a_step_without_rows() -> None:
-    engine: Engine = fake_engine()
-    assert engine.join_step() == []
-    assert engine.model.calls == 1
-    check_idle(engine)
+    engine = fake_engine()
+    assert engine.join_step() == []  # nobody to join
+    engine.exchange = exchange = Joining()  # type: ignore[assignment]
+    assert engine.join_step() == engine.join_step() == []
+    assert exchange.joined == 2 and engine.failed is None
+    engine.submit(request("queued", [1]))
+    assert [output.finish_reason for output in engine.join_step()] == ["error"]
+    assert engine.failed == "RuntimeError: rank 2 is gone"

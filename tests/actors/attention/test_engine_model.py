@@ -1,4 +1,4 @@
-"""The engine over real checkpoints: what the neighbours, the chunks and preemption do must not show.
+"""The engine over real checkpoints: neighbours, chunks and preemption must not show.
 
 Equality here is of bits: ids, and log-probabilities to the last digit.
 """
@@ -165,9 +165,3 @@ def test_recycled_state_is_clean(bench: Bench) -> None:
     finish(engine)
     engine.submit(request("tiny", [5], 10, logprobs=3))
     assert finish(engine)["tiny"] == bench.alone(request("tiny", [5], 10, logprobs=3))
-
-
-def test_joining_without_rows(bench: Bench) -> None:
-    engine = bench.engine()
-    assert engine.join_step() == []
-    assert engine.failed is None
