@@ -5,6 +5,7 @@ at least one of its experts); the partial sums come back in float32 and are adde
 a result does not depend on which actor answers first.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -107,6 +108,7 @@ class MeshExchange:
         self._micros = 1
         self._in_flight: set[int] = set()
         self.rows_sent = 0
+        self.dispatch_s = self.combine_s = 0.0
 
     @property
     def peer_waiting(self) -> bool:
@@ -140,6 +142,7 @@ class MeshExchange:
         self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, micro: int = 0
     ) -> Pending:
         """Sends every row to the actors that hold its experts; returns at once."""
+        began = time.perf_counter()
         plan = self._plan
         if plan is None or layer not in self._tables or micro >= self._micros:
             raise self._misuse("dispatch", f"layer {layer}, micro-batch {micro} is not in the step")
@@ -162,11 +165,13 @@ class MeshExchange:
                     at = Round(plan.epoch, plan.step, layer, extra, chunk)
                     empty = self._post(at, 0, z_TD[:0], ids_TK[:0], weights_TK[:0])
                     pending.fillers.append(empty)
+        self.dispatch_s += time.perf_counter() - began
         return pending
 
     @torch.inference_mode()
     def combine(self, pending: Pending) -> Tensor:
         """fp32 [T, D]: the sum over all experts of every row. Raises ExchangeError."""
+        began = time.perf_counter()
         y_TD = torch.zeros(pending.rows, self._width, device=self.device)
         for chunk in pending.chunks:
             replies = self._land(chunk)
@@ -182,6 +187,7 @@ class MeshExchange:
         for filler in pending.fillers:
             self._land(filler)
         self._in_flight.discard(pending.chunks[0].flight.at.micro)
+        self.combine_s += time.perf_counter() - began
         return y_TD
 
     def close(self) -> None:

@@ -1,0 +1,109 @@
+"""Outputs on their way to the ingresses: one message per ingress and step."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+
+import msgspec
+
+from expertmesh.actors.attention.messages import TokenOutput
+
+
+class Outbox:
+    """Messages of one ingress. A later reader takes over from an earlier one, losing nothing."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque()
+        self._changed = asyncio.Event()
+        self._reader = 0
+
+    def put(self, message: bytes) -> None:
+        self._waiting.append(message)
+        self._changed.set()
+
+    def has_reader(self, reader: int) -> bool:
+        return self._reader == reader
+
+    def take_over(self) -> int:
+        """The number of the new reader; the earlier reader's iteration ends."""
+        self._reader += 1
+        self._changed.set()
+        return self._reader
+
+    async def read(self, reader: int) -> AsyncIterator[bytes]:
+        while self._reader == reader:
+            if self._waiting:
+                yield self._waiting.popleft()
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class Outboxes:
+    """Who asked for which request, and what is ready for whom.
+
+    `publish` belongs to the engine's thread, everything else to the event loop's.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._boxes: dict[str, Outbox] = {}
+        self._owner: dict[str, str] = {}  # request -> ingress; plain dict operations are atomic
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def claim(self, request_id: str, ingress: str) -> bool:
+        """False when the id is in use: its outputs would go to the wrong ingress."""
+        if request_id in self._owner:
+            return False
+        self._owner[request_id] = ingress
+        return True
+
+    def release(self, request_id: str) -> None:
+        self._owner.pop(request_id, None)
+
+    def requests_of(self, ingress: str) -> list[str]:
+        return [request for request, owner in list(self._owner.items()) if owner == ingress]
+
+    def box(self, ingress: str) -> Outbox:
+        return self._boxes.setdefault(ingress, Outbox())
+
+    def drop(self, ingress: str) -> None:
+        self._boxes.pop(ingress, None)
+
+    def publish(self, outputs: Iterable[TokenOutput]) -> None:
+        """One encoding and one wake-up of the event loop per step, not per request."""
+        shares: dict[str, list[TokenOutput]] = {}
+        for output in outputs:
+            ended = output.finish_reason is not None
+            get = self._owner.pop if ended else self._owner.get
+            ingress = get(output.request_id, None)
+            if ingress is not None:
+                shares.setdefault(ingress, []).append(output)
+        messages = [(ingress, self._encode(share)) for ingress, share in shares.items()]
+        if messages:
+            self._loop.call_soon_threadsafe(self._post, messages)
+
+    def _post(self, messages: list[tuple[str, bytes]]) -> None:
+        for ingress, message in messages:
+            self.box(ingress).put(message)
+
+
+Abort = Callable[[str], None]
+
+
+async def stream(boxes: Outboxes, ingress: str, abort: Abort) -> AsyncIterator[bytes]:
+    """The messages of `ingress` until another stream of the same ingress takes over.
+
+    When the reader goes away for good, nobody waits for its requests any more: they are aborted.
+    """
+    box = boxes.box(ingress)
+    reader = box.take_over()
+    try:
+        async for message in box.read(reader):
+            yield message
+    finally:
+        if box.has_reader(reader):
+            for request_id in boxes.requests_of(ingress):
+                abort(request_id)
+                boxes.release(request_id)
+            boxes.drop(ingress)

@@ -1,0 +1,57 @@
+"""What both kinds of actors need to open a model: where it is, and how to hold it."""
+
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from expertmesh.actors.model.checkpoint import Checkpoint
+from expertmesh.actors.model.config import ModelConfig, load_config
+from expertmesh.kernels.registry import Kernels, load_kernels
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LoadSettings(BaseModel):
+    """The same on every actor of a mesh; `auto` is decided by the process that loads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Path = Field(description="Folder with config.json and safetensors shards.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Activations and attention weights. auto: bfloat16 on CUDA, float32 on CPU.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there is one.")
+    kernels: Literal["auto", "torch", "reference"] = Field("auto", description="Kernel backend.")
+    read_mode: Literal["mmap", "sequential"] = Field(
+        "mmap", description="sequential: large reads in order, for network disks."
+    )
+    expert_cache_bytes: int = Field(
+        1 << 30, ge=0, description="Decoded experts kept per process, beside the packed ones."
+    )
+
+    def open(self) -> "OpenModel":
+        """Reads and checks all headers. Raises ConfigError and CheckpointError."""
+        config = load_config(self.model)
+        return OpenModel(self, config, Checkpoint.open(self.model, config, read_mode=self.read_mode))
+
+
+class OpenModel:
+    """A checked checkpoint with the device, dtype and kernels that this process uses for it."""
+
+    def __init__(self, settings: LoadSettings, config: ModelConfig, source: Checkpoint) -> None:
+        self.config, self.source = config, source
+        kind = settings.device
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(kind)
+        name = settings.dtype
+        if name == "auto":
+            name = "float32" if kind == "cpu" else "bfloat16"
+        self.dtype = DTYPES[name]
+        self.kernels: Kernels = load_kernels(settings.kernels)
+
+

@@ -1,0 +1,142 @@
+"""The few things this project asks of Ray: a cluster, reserved slots, processes that are gone."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from expertmesh.cluster.membership import Member
+from expertmesh.cluster.settings import ClusterSettings
+from expertmesh.cluster.topology import Node
+
+# Request data never goes through the object store; this is enough for Ray's own needs.
+OBJECT_STORE_BYTES = 128 << 20
+# Slots of a local cluster beyond the actors' own: the front door's processes.
+SPARE_SLOTS = 4
+
+
+def connect(settings: ClusterSettings) -> bool:
+    """Connects to Ray, starting a local cluster if none is named. True if this call started it."""
+    if ray.is_initialized():
+        return False
+    if settings.ray_address is not None:
+        ray.init(address=settings.ray_address, namespace=settings.namespace, log_to_driver=False)
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    slots = settings.actors * settings.cpus_per_actor + SPARE_SLOTS
+    ray.init(
+        num_cpus=max(own_cores(), int(slots) + 1),
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        namespace=settings.namespace,
+        log_to_driver=False,
+    )
+    return True
+
+
+def own_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def nodes() -> list[Node]:
+    """Live nodes. Ray only knows slots; they are taken for cores on other machines than this."""
+    here = ray.get_runtime_context().get_node_id()
+    found = []
+    for entry in ray.nodes():
+        if not entry["Alive"]:
+            continue
+        resources = entry["Resources"]
+        cores = own_cores() if entry["NodeID"] == here else int(resources.get("CPU", 1))
+        found.append(
+            Node(
+                entry["NodeID"],
+                entry["NodeManagerAddress"],
+                entry["NodeManagerHostname"],
+                cores,
+                resources.get("GPU", 0.0),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """A placement group that is ready. homes: node id of each bundle."""
+
+    group: Any
+    homes: tuple[str, ...]
+
+    def release(self) -> None:
+        with contextlib.suppress(RayError):
+            remove_placement_group(self.group)
+
+
+def reserve(bundles: Sequence[dict[str, float]], strategy: str, timeout_s: float) -> Slots:
+    """Raises TimeoutError when the slots are not free within `timeout_s`."""
+    group = placement_group(list(bundles), strategy=strategy)
+    if not group.wait(timeout_s):
+        remove_placement_group(group)
+        free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+        raise TimeoutError(
+            f"Ray has not reserved {len(bundles)} bundles of {bundles[0]} ({strategy}) within "
+            f"{timeout_s:g} s; free now: {free}"
+        )
+    homes = placement_group_table(group)["bundles_to_node_id"]
+    return Slots(group, tuple(homes[index] for index in range(len(bundles))))
+
+
+def reap(members: Sequence[tuple[Member, str]], timeout_s: float = 5.0) -> list[Member]:
+    """Waits until the processes are gone, killing what is left; returns those that remain.
+
+    Ray's kill asks the process to exit, which a stopped one never does. members: with node ids.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    remaining = []
+    for node in {node for _, node in members}:
+        pids = [member.pid for member, home in members if home == node]
+        if node == here:
+            left = reap_pids(pids, timeout_s)
+        else:
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(reap_pids).options(num_cpus=0, scheduling_strategy=strategy)
+            try:
+                left = ray.get(task.remote(pids, timeout_s), timeout=timeout_s + 10)
+            except RayError:
+                left = []  # the node is gone, and its processes with it
+        remaining += [member for member, home in members if home == node and member.pid in left]
+    return remaining
+
+
+def reap_pids(pids: Sequence[int], timeout_s: float) -> list[int]:
+    """Of this machine's processes `pids`, those that survive even SIGKILL for `timeout_s`."""
+    grace = time.monotonic() + min(1.0, timeout_s / 2)
+    end = time.monotonic() + timeout_s
+    left = list(pids)
+    while left and time.monotonic() < end:
+        left = [pid for pid in left if _is_ray_worker(pid)]
+        if time.monotonic() > grace:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return left
+
+
+def _is_ray_worker(pid: int) -> bool:
+    """Also guards against a number that already belongs to another process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return status != "Z" and b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
