@@ -162,10 +162,10 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Receive, plan, run, publish. Returns what to send on, [] when nothing came of it."""
-        count = self._count
+        count, outputs = self._count, list[TokenOutput]()
         try:
             start = perf_counter()
-            outputs = self._receive()
+            self._receive(outputs)
             plan = self.scheduler.plan()
             if not (plan.decode or plan.prefill):
                 self._check_idle()
@@ -174,17 +174,18 @@ class Engine:
             planned = perf_counter()
             logits_RV = self._run(plan, step)
             ran = perf_counter()
-            sampled = self._sample(step, logits_RV)
+            sampled, broken = self._sample(step, logits_RV)
             drawn = perf_counter()
-            outputs += self._publish(step, sampled)
+            self._publish(step, sampled, broken, outputs)
             count.steps += 1
             count.plan_seconds += planned - start
             count.forward_seconds += ran - planned
             count.sample_seconds += drawn - ran
             count.publish_seconds += perf_counter() - drawn
-            return outputs
         except Exception as error:
-            return self.fail(f"{type(error).__name__}: {error}")
+            # What has ended in this step has left the books: its last output must still go out.
+            outputs += self.fail(f"{type(error).__name__}: {error}")
+        return outputs
 
     def join_step(self) -> list[TokenOutput]:
         """Takes part in a step that another rank of the mesh has opened, with no rows."""
@@ -218,9 +219,8 @@ class Engine:
         self._sequences.clear()
         return outputs
 
-    def _receive(self) -> list[TokenOutput]:
+    def _receive(self, outputs: list[TokenOutput]) -> None:
         """Requests and aborts in the order they came."""
-        outputs: list[TokenOutput] = []
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, GenerateRequest):
@@ -231,7 +231,6 @@ class Engine:
                 self.scheduler.add(seq)
             elif item in self._sequences:
                 outputs.append(self._finish(self._sequences[item], "abort"))
-        return outputs
 
     def _check_idle(self) -> None:
         if self._sequences:
@@ -253,7 +252,7 @@ class Engine:
             if trace is not None and seq.params.want_routed_experts:
                 new = begin + max(0, seq.high_water - seq.computed)
                 if new < end:
-                    seq.routing += trace.rows(new, end).numpy().astype("<i2").tobytes()
+                    seq.routing += trace.rows(new, end).cpu().numpy().astype("<i2").tobytes()
             if seq.computed < seq.high_water:
                 again = min(end - begin, seq.high_water - seq.computed)
                 self._count.recomputed_tokens += again
@@ -268,33 +267,37 @@ class Engine:
             step.batch, self.state, self.exchange, trace, ping_pong=self.settings.ping_pong
         )
 
-    def _sample(self, step: Step, logits_RV: Tensor) -> Sampled:
+    def _sample(self, step: Step, logits_RV: Tensor) -> tuple[Sampled, list[Sequence]]:
+        """The step's tokens, and the sequences whose prompt could not be scored."""
+        broken: list[Sequence] = []
         for rows in step.prompt_rows:
-            seq = rows.sequence
-            assert seq.prompt_logprobs is not None
-            seq.prompt_logprobs += self.sampler.score(
-                logits_RV[rows.begin : rows.end], rows.tokens, seq.params.prompt_logprobs or 0
-            )
+            seq, top = rows.sequence, rows.sequence.params.prompt_logprobs or 0
+            scores = self.sampler.score(logits_RV[rows.begin : rows.end], rows.tokens, top)
+            if scores is None or seq.prompt_logprobs is None:
+                broken.append(seq)
+            else:
+                seq.prompt_logprobs += scores
         if not step.sampled:
-            return Sampled([], {})
+            return Sampled([], {}), broken
         if step.sample_rows is not None:
             logits_RV = logits_RV[step.sample_rows]
-        return self.sampler.sample(logits_RV, step.sampled)
+        return self.sampler.sample(logits_RV, step.sampled), broken
 
-    def _publish(self, step: Step, sampled: Sampled) -> list[TokenOutput]:
-        outputs = [
-            self._deliver(seq, token, sampled.logprobs.get(row))
-            for row, (seq, token) in enumerate(zip(step.sampled, sampled.ids, strict=True))
-        ]
-        outputs += [self._finish(seq, "length") for seq in step.scored]
-        return outputs
+    def _publish(
+        self, step: Step, sampled: Sampled, broken: list[Sequence], outputs: list[TokenOutput]
+    ) -> None:
+        for seq in broken:
+            outputs.append(self._break(seq))
+        for row, (seq, token) in enumerate(zip(step.sampled, sampled.ids, strict=True)):
+            if seq not in broken:
+                outputs.append(self._deliver(seq, token, sampled.logprobs.get(row)))
+        for seq in step.scored:
+            if seq not in broken:
+                outputs.append(self._finish(seq, "length"))
 
     def _deliver(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         if token == NO_TOKEN:
-            self._scrub(seq)
-            return self._finish(
-                seq, "error", f"no finite logit for token {seq.generated} of the answer"
-            )
+            return self._break(seq)
         seq.append(token)
         self._count.generation_tokens += 1
         if token in seq.end_ids:
@@ -334,8 +337,14 @@ class Engine:
     def _is_eos(self, seq: Sequence, token: int) -> bool:
         return token in self._eos_ids and not seq.params.ignore_eos
 
-    def _scrub(self, seq: Sequence) -> None:
-        """What is not finite would reach the pages' next owner: 0 * NaN is NaN, masked or not."""
+    def _break(self, seq: Sequence) -> TokenOutput:
+        """Ends a sequence whose logits are no numbers, and only that one.
+
+        Its pages are wiped: what is not finite would reach their next owner, for 0 * NaN is NaN
+        even where the attention is masked.
+        """
         latents = self.state.latents
-        paged = latents.view(latents.shape[0], self.pages.size, PAGE_TOKENS, -1)
-        paged[:, seq.pages] = 0
+        latents.view(latents.shape[0], self.pages.size, PAGE_TOKENS, -1)[:, seq.pages] = 0
+        text = "prompt" if seq.computed <= seq.prompt_len else "answer"
+        reason = f"the model's logits are not finite in the {text}, at position {seq.computed - 1}"
+        return self._finish(seq, "error", reason)

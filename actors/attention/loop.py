@@ -65,6 +65,13 @@ class EngineLoop:
         return 0.0 if since is None else monotonic() - since
 
     def _main(self) -> None:
+        try:
+            self._step_until_stopped()
+        except Exception as error:  # a thread that dies in silence leaves every reader waiting
+            _log.exception("the engine loop broke")
+            self._send(self.engine.fail(f"engine loop: {type(error).__name__}: {error}"))
+
+    def _step_until_stopped(self) -> None:
         engine = self.engine
         while not self._stopping:
             engine.arrived.wait()

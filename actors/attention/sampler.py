@@ -69,8 +69,11 @@ class Sampler:
         return Sampled(ids, dict(zip(reporting, report(raw, tokens, counts), strict=True)))
 
     @torch.inference_mode()
-    def score(self, logits_TV: Tensor, tokens: list[int], top: int) -> list[TokenLogprobs]:
-        """Log-probabilities of given tokens, one per row: those of a prompt."""
+    def score(self, logits_TV: Tensor, tokens: list[int], top: int) -> list[TokenLogprobs] | None:
+        """Log-probabilities of given tokens, one per row: those of a prompt. None when a row has
+        no finite maximum."""
+        if not math.isfinite(sum(largest(logits_TV)[1])):
+            return None
         return report(self._kernels.log_probs(logits_TV), tokens, [top] * len(tokens))
 
     def _draw(self, logits_BV: Tensor, rows: list[int], sequences: list[Sequence]) -> list[int]:

@@ -5,7 +5,13 @@ import threading
 import numpy as np
 import pytest
 
-from expertmesh.actors.attention.messages import EngineBusy, EngineFailed
+from expertmesh.actors.attention.messages import (
+    EngineBusy,
+    EngineFailed,
+    TokenLogprobs,
+    TokenOutput,
+)
+from expertmesh.actors.attention.sequence import Sequence
 from tests.support.engines import (
     EOS,
     Answer,
@@ -206,13 +212,35 @@ def test_not_a_number_ends_one_request() -> None:
     engine.submit(request("bad", [1, 90], 5))
     engine.submit(request("good", [1, 2], 5, temperature=0.8, seed=3))
     engine.submit(request("bad-warm", [1, 90], 5, temperature=0.8, seed=3, logprobs=2))
+    engine.submit(request("bad-score", [1, 90, 2], 0, prompt_logprobs=0))
+    engine.submit(request("bad-both", [1, 90, 2], 5, prompt_logprobs=0))
     answers = finish(engine)
+    assert answers["bad-score"].finish_reason == answers["bad-both"].finish_reason == "error"
     assert answers["bad"].finish_reason == answers["bad-warm"].finish_reason == "error"
-    assert "no finite logit" in str(answers["bad"].error)
+    assert "not finite in the prompt, at position 1" in str(answers["bad"].error)
     solo = fake_engine()
     solo.submit(request("good", [1, 2], 5, temperature=0.8, seed=3))
     assert finish(solo)["good"] == answers["good"]
-    assert float(engine.state.latents.sum()) == (64 - 2) * 64
+    assert float(engine.state.latents.sum()) == (64 - 4) * 64
+    check_idle(engine)
+
+
+def test_what_ended_in_a_step_that_then_breaks_is_still_delivered() -> None:
+    engine = fake_engine()
+    engine.submit(request("ends", [1], 1))
+    engine.submit(request("goes-on", [2], 9))
+    deliver, seen = engine._deliver, []
+
+    def breaks(seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        if seen:
+            raise OSError("out of paper")
+        seen.append(seq)
+        return deliver(seq, token, logprobs)
+
+    engine._deliver = breaks  # type: ignore[method-assign]
+    answers = finish(engine, max_steps=2)
+    assert answers["ends"].finish_reason == "length"
+    assert answers["goes-on"].error == "OSError: out of paper"
     check_idle(engine)
 
 

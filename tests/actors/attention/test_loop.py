@@ -142,3 +142,20 @@ def test_joins_the_steps_of_peers_without_work() -> None:
         until(lambda: waiting == [0])
         engine.submit(request("r", [1], 3))
         until(lambda: box.ended(1))
+
+
+def test_a_broken_loop_is_not_silent() -> None:
+    engine, box, broken = fake_engine(), Box(), [False]
+
+    def peers_open() -> bool:
+        if broken[0]:
+            raise ValueError("no such peer")
+        return False
+
+    with running(engine, box, peers_open) as loop:
+        broken[0] = True
+        engine.submit(request("r", [1], 1))
+        until(lambda: box.ended(1))
+        until(lambda: loop.failed is not None)
+        with pytest.raises(EngineFailed, match="no such peer"):
+            engine.submit(request("late", [1]))

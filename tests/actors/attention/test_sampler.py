@@ -159,8 +159,11 @@ def test_impossible_tokens_have_the_floor(sampler: Sampler) -> None:
 def test_scoring_given_tokens(sampler: Sampler) -> None:
     rows = logits(3, seed=5)
     scored = sampler.score(rows, [4, 0, 49], 2)
+    assert scored is not None
     own = rows.log_softmax(1)
     for row, (token, entry) in enumerate(zip([4, 0, 49], scored, strict=True)):
         assert entry.token_id == token and len(entry.top) == 2
         assert entry.logprob == pytest.approx(float(own[row, token]))
-    assert sampler.score(rows, [1, 2, 3], 0)[0].top == []
+    assert [entry.top for entry in sampler.score(rows, [1, 2, 3], 0) or []] == [[], [], []]
+    rows[1, 7] = math.nan
+    assert sampler.score(rows, [1, 2, 3], 0) is None
