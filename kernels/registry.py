@@ -8,6 +8,7 @@ from typing import Any
 BACKENDS = ("auto", "torch", "reference")
 
 _HOMES = {
+    "pack_linear": "linear",
     "rms_norm": "norm",
     "gated_rms_norm": "norm",
     "attn_res_mix": "attn_res",
@@ -31,6 +32,7 @@ class Kernels:
     """Every operator of the model, from one backend. Signatures: the functions of `<op>/torch_ops.py`."""
 
     backend: str
+    pack_linear: Callable[..., Any]
     rms_norm: Callable[..., Any]
     gated_rms_norm: Callable[..., Any]
     attn_res_mix: Callable[..., Any]

@@ -11,6 +11,7 @@ from torch import Tensor
 from expertmesh.actors.model.checkpoint import ExpertWeights, PackedMatrix
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.kernels.latent_moe.torch_ops import Glu
+from expertmesh.kernels.linear.torch_ops import lay_out
 from expertmesh.kernels.registry import Kernels
 
 
@@ -109,7 +110,8 @@ class ExpertBank:
                 return self._kernels.mxfp4_decode(matrix.packed, matrix.scale, self._dtype)
             return matrix.to(self._dtype)
 
-        return Decoded(torch.cat([dense(expert.w1), dense(expert.w3)]), dense(expert.w2))
+        w13 = torch.cat([dense(expert.w1), dense(expert.w3)])
+        return Decoded(lay_out(w13), lay_out(dense(expert.w2)))
 
 
 def glu_of(config: ModelConfig) -> Glu:

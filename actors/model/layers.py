@@ -7,11 +7,11 @@ r rope dim. Equations: k3-model.md section 2. Linear layers that read the same i
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.actors.model.batch import MIN_ROWS, Batch
 from expertmesh.actors.model.config import ModelConfig
+from expertmesh.kernels.elementwise import sigmoid
 from expertmesh.kernels.latent_moe.torch_ops import Glu
 from expertmesh.kernels.mla.torch_ops import MlaSpan
 from expertmesh.kernels.registry import Kernels
@@ -27,11 +27,12 @@ class Gated:
 
     def __init__(self, kernels: Kernels, read: Read, glu: Glu) -> None:
         self.kernels, self.glu = kernels, glu
-        self.w_gate_up = torch.cat([read("gate_proj.weight"), read("up_proj.weight")])
-        self.w_down = read("down_proj.weight")
+        pack = kernels.pack_linear
+        self.gate_up = pack(torch.cat([read("gate_proj.weight"), read("up_proj.weight")]))
+        self.down = pack(read("down_proj.weight"))
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        return F.linear(self.kernels.glu(F.linear(x_TH, self.w_gate_up), self.glu), self.w_down)
+        return self.down(self.kernels.glu(self.gate_up(x_TH), self.glu))
 
 
 class Kda:
@@ -46,22 +47,23 @@ class Kda:
         parts = [read(f"{n}_proj.weight") for n in "qkv"]
         parts += [read(gate_in), read("f_a_proj.weight"), read("b_proj.weight")]
         self.widths = [3 * inner, parts[3].shape[0], parts[4].shape[0], parts[5].shape[0]]
-        self.w_in = torch.cat(parts)
-        self.w_gate = None if config.full_rank_gate else read("g_b_proj.weight")
-        self.w_decay = read("f_b_proj.weight")
+        pack = kernels.pack_linear
+        self.project = pack(torch.cat(parts))
+        self.gate_up = None if config.full_rank_gate else pack(read("g_b_proj.weight"))
+        self.decay_up = pack(read("f_b_proj.weight"))
         self.conv_weight_CW = torch.cat([f32(f"{n}_conv1d.weight") for n in "qkv"]).squeeze(1)
         # Stored per head, padded to a multiple with zeros in K3: the first `heads` count.
         self.a_log_H = f32("A_log").reshape(-1)[: self.heads].contiguous()
         self.dt_bias_HD = f32("dt_bias").view(self.heads, self.dim)
         self.w_norm = f32("o_norm.weight")
-        self.w_out = read("o_proj.weight")
+        self.out = pack(read("o_proj.weight"))
 
     def __call__(self, x_TH: Tensor, batch: Batch, conv: Tensor, state: Tensor) -> Tensor:
         rows, decode = x_TH.shape[0], len(batch.decode_spans)
-        qkv, gate, decay, beta = F.linear(x_TH, self.w_in).split(self.widths, dim=1)
-        z_THD = F.linear(decay, self.w_decay).view(rows, self.heads, self.dim)
-        if self.w_gate is not None:
-            gate = F.linear(gate, self.w_gate)
+        qkv, gate, decay, beta = self.project(x_TH).split(self.widths, dim=1)
+        z_THD = self.decay_up(decay).view(rows, self.heads, self.dim)
+        if self.gate_up is not None:
+            gate = self.gate_up(gate)
         constants = (
             self.conv_weight_CW,
             self.a_log_H,
@@ -87,7 +89,8 @@ class Kda:
         gate_THD = gate.view(rows, self.heads, self.dim)
         o_THD = self.kernels.gated_rms_norm(o_THD.to(x_TH.dtype), self.w_norm, gate_THD, self.eps)
         # The norm's weight is fp32 in the checkpoint and lifts the product to fp32.
-        return F.linear(o_THD.reshape(rows, -1).to(x_TH.dtype), self.w_out)
+        out: Tensor = self.out(o_THD.reshape(rows, -1).to(x_TH.dtype))
+        return out
 
 
 class Mla:
@@ -102,28 +105,29 @@ class Mla:
             config.v_head_dim,
         )
         self.scale = (self.nope + self.rope) ** -0.5
-        self.q_norm = self.w_q_b = None
+        pack = kernels.pack_linear
+        self.q_norm = self.q_up = None
         if config.q_lora_rank is None:
             parts = [read("q_proj.weight")]
         else:
             parts = [read("q_a_proj.weight")]
-            self.q_norm, self.w_q_b = read("q_a_layernorm.weight"), read("q_b_proj.weight")
+            self.q_norm, self.q_up = read("q_a_layernorm.weight"), pack(read("q_b_proj.weight"))
         parts.append(read("kv_a_proj_with_mqa.weight"))
         if config.mla_output_gate:
             parts.append(read("g_proj.weight"))
         self.widths = [part.shape[0] for part in parts]
-        self.w_in = torch.cat(parts)
+        self.project = pack(torch.cat(parts))
         self.kv_norm = read("kv_a_layernorm.weight")
         kv_b = read("kv_b_proj.weight").view(self.heads, self.nope + self.v, self.rank)
         self.w_k_HdR = kv_b[:, : self.nope].contiguous()
         self.w_v_HvR = kv_b[:, self.nope :].contiguous()
-        self.w_out = read("o_proj.weight")
+        self.out = pack(read("o_proj.weight"))
 
     def __call__(self, x_TH: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         rows, decode, norm = x_TH.shape[0], len(batch.decode_spans), self.kernels.rms_norm
-        q, kv, *gate = F.linear(x_TH, self.w_in).split(self.widths, dim=1)
-        if self.w_q_b is not None:
-            q = F.linear(norm(q, self.q_norm, LORA_NORM_EPS), self.w_q_b)
+        q, kv, *gate = self.project(x_TH).split(self.widths, dim=1)
+        if self.q_up is not None:
+            q = self.q_up(norm(q, self.q_norm, LORA_NORM_EPS))
         q_n, q_r = q.view(rows, self.heads, -1).split([self.nope, self.rope], dim=2)
         latent, k_rope = kv.split([self.rank, self.rope], dim=1)
         row = torch.cat([norm(latent, self.kv_norm, LORA_NORM_EPS), k_rope], dim=1)
@@ -140,10 +144,11 @@ class Mla:
                 q_n, q_r, cache, self.w_k_HdR, self.w_v_HvR, spans, self.scale
             )
             out_THv[decode : batch.rows] = prefill_THv[decode : batch.rows]
-        out = out_THv.view(rows, -1)
+        out: Tensor = out_THv.view(rows, -1)
         if gate:
-            out = out * torch.sigmoid(gate[0])
-        return F.linear(out, self.w_out)
+            out = out * sigmoid(gate[0])
+        out = self.out(out)
+        return out
 
     def _decode(self, q_n: Tensor, q_r: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Absorbed form: scores against the latents themselves. -> [D, H, v]."""
@@ -169,10 +174,13 @@ class Router:
 
     def __init__(self, config: ModelConfig, kernels: Kernels, f32: Read) -> None:
         self.kernels = kernels
-        self.weight, self.bias = f32("gate.weight"), f32("gate.e_score_correction_bias")
+        self.score = kernels.pack_linear(f32("gate.weight"))
+        self.bias = f32("gate.e_score_correction_bias")
         self.top_k, self.renormalize = config.experts_per_token, config.renormalize
         self.scaling = config.routed_scaling
 
     def __call__(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x_TH.float(), self.weight)
-        return self.kernels.route(logits, self.bias, self.top_k, self.renormalize, self.scaling)
+        ids_TK, weights_TK = self.kernels.route(
+            self.score(x_TH.float()), self.bias, self.top_k, self.renormalize, self.scaling
+        )
+        return ids_TK, weights_TK

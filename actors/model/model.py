@@ -56,10 +56,10 @@ class LatentMoe:
     ) -> None:
         self.kernels, self.eps = kernels, config.rms_norm_eps
         self.router = Router(config, kernels, f32)
-        self.w_down = self.w_up = self.w_norm = None
+        self.down = self.up = self.w_norm = None
         if config.has_latent:
-            self.w_down = read("routed_expert_down_proj.weight")
-            self.w_up = read("routed_expert_up_proj.weight")
+            self.down = kernels.pack_linear(read("routed_expert_down_proj.weight"))
+            self.up = kernels.pack_linear(read("routed_expert_up_proj.weight"))
         if config.latent_norm:
             self.w_norm = read("routed_expert_norm.weight")
         self.shared: Gated | None = None
@@ -69,14 +69,14 @@ class LatentMoe:
             )
 
     def latent(self, x_TH: Tensor) -> Tensor:
-        return x_TH if self.w_down is None else F.linear(x_TH, self.w_down)
+        return x_TH if self.down is None else self.down(x_TH)
 
     def finish(self, routed_TD: Tensor, x_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
         out = routed_TD.to(x_TH.dtype)
         if self.w_norm is not None:
             out = self.kernels.rms_norm(out, self.w_norm, self.eps)
-        if self.w_up is not None:
-            out = F.linear(out, self.w_up)
+        if self.up is not None:
+            out = self.up(out)
         return out if shared_TH is None else out + shared_TH
 
 
@@ -102,7 +102,7 @@ class Model:
             return source.tensor(name).to(self.device, torch.float32, copy=True)
 
         self.w_embed = read("model.embed_tokens.weight")
-        self.w_head = read("lm_head.weight")
+        self.head = kernels.pack_linear(read("lm_head.weight"))
         self.w_norm = read("model.norm.weight")
         self.attn_res = AttnResWeights(config, f32) if config.attn_res_block else None
         self.norms: list[tuple[Tensor, Tensor]] = []
@@ -197,8 +197,8 @@ class Model:
             routed_TD = _pad_rows(exchange.combine(pending), x_TH.shape[0])
             residual.add_ffn(ffn.finish(routed_TD, x_TH, shared_TH))
         last_RH = residual.output()[_padded_index(batch.logit_rows_R)]
-        logits = F.linear(norm(last_RH, self.w_norm, eps), self.w_head).float()
-        return logits[: batch.logit_rows_R.shape[0]]
+        logits_RV: Tensor = self.head(norm(last_RH, self.w_norm, eps)).float()
+        return logits_RV[: batch.logit_rows_R.shape[0]]
 
     def _embed(self, batch: Batch) -> Residual:
         x_TH = _pad_rows(F.embedding(batch.token_ids_T.to(self.device), self.w_embed), MIN_ROWS)
