@@ -29,7 +29,7 @@ _HOMES = {
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Every operator of the model, from one backend. Signatures: the functions of `<op>/torch_ops.py`."""
+    """Every operator of the model, from one backend; signatures as in `<op>/torch_ops.py`."""
 
     backend: str
     pack_linear: Callable[..., Any]

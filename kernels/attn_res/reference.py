@@ -7,8 +7,9 @@ from torch import Tensor
 def attn_res_mix(sources_NTH: Tensor, score_weight_H: Tensor, eps: float = 1e-5) -> Tensor:
     """Softmax over depth sources with a learned query.
 
-    s_j = sum_d v_j[d] / sqrt(mean(v_j^2) + eps) * w[d];  a = softmax_j(s);  out = sum_j a_j v_j with the RAW
-    v_j. Everything float32, one cast at the end. sources_NTH: bank entries first, running sum last.
+    s_j = sum_d v_j[d] / sqrt(mean(v_j^2) + eps) * w[d];  a = softmax_j(s);  out = sum_j a_j v_j,
+    with the RAW v_j. Everything float32, one cast at the end. sources_NTH: bank entries first,
+    running sum last.
     """
     count, tokens, _ = sources_NTH.shape
     out_TH = torch.empty_like(sources_NTH[0])

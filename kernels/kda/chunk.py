@@ -1,7 +1,8 @@
 """Chunked form of the delta rule: matmuls instead of a loop over tokens.
 
-Every decay factor is exp of a plain sum of log-decays (all terms <= 0, no differences of running sums):
-nothing overflows and nothing cancels, whatever the gate, bounded (K3) or not (softplus, -50 a token).
+The decay between two rows is exp(sum of the log-decays between them). It is factored at block
+borders into two such sums, and each is summed directly (never as a difference of running sums):
+all exponents are <= 0 and nothing cancels, so any gate is safe, bounded (K3) or not (softplus).
 """
 
 from functools import cache
@@ -19,9 +20,10 @@ _LEVELS = tuple(CHUNK >> (i + 1) for i in range((CHUNK // LEAF).bit_length() - 1
 def _span_sums() -> Tensor:
     """Constant 0/1 matrix [R, 64]: each row selects the tokens whose log-decays are summed.
 
-    Row groups of 64: prefix (tokens <= r), suffix (tokens > r), then for every block size b of `_LEVELS`
-    and row r: in the odd half of its pair of blocks the tokens from the half's start to r, in the even half
-    the tokens after r to the half's end. Last group: 8 leaves x 28 pairs, tokens in (s, r].
+    Groups of 64 rows: prefix (tokens <= r), suffix (tokens > r), then one group per block size of
+    `_LEVELS`: for a row in the odd block of a pair of blocks the tokens from that block's start to
+    r, for a row in the even block the tokens after r to that block's end. Last group: 8 leaves x
+    28 pairs s < r, tokens in (s, r].
     """
     token = torch.arange(CHUNK)
     row = token.unsqueeze(1)
@@ -55,13 +57,13 @@ def kda_chunk(
 ) -> Tensor:
     """Delta rule over one sequence; q and k normalised, q scaled, everything float32.
 
-    `offset`: distance of the first row from the previous multiple of 64 (0..63). `state_HDD` [H, Dk, Dv] is
-    updated in place. Returns [T, H, Dv].
+    `offset`: distance of the first row from the previous multiple of 64 (0..63). `state_HDD`
+    [H, Dk, Dv] is updated in place. Returns [T, H, Dv].
     """
     rows, heads, dim = q_THD.shape
     chunks = (offset + rows + CHUNK - 1) // CHUNK
     first = min(CHUNK - offset, rows)
-    # Rows of a chunk that starts off the grid sit at its beginning; the gap at its end is filled with zeros.
+    # A chunk that starts off the grid keeps its rows at its beginning and zeros behind them.
     place = torch.arange(rows)
     if offset:
         place[first:] += CHUNK - first
@@ -81,7 +83,7 @@ def kda_chunk(
     prefix, suffix = decay[:, :CHUNK], decay[:, CHUNK : 2 * CHUNK]
     mix, attend = _pair_products(q, k, decay[:, 2 * CHUNK :])
     mix.mul_(beta)
-    # (I + M)^-1 diag(beta) once per chunk; the loop over chunks then only needs matmuls with the state.
+    # (I + M)^-1 diag(beta) for all chunks at once; the loop over chunks then is matmuls only.
     solved = torch.linalg.solve_triangular(
         mix, torch.diag_embed(beta.squeeze(-1)), upper=False, unitriangular=True
     )

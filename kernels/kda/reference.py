@@ -13,7 +13,9 @@ QK_EPS = 1e-6
 def kda_gate(
     z_THD: Tensor, A_log_H: Tensor, dt_bias_HD: Tensor, lower_bound: float | None
 ) -> Tensor:
-    """Log-decay per head and key channel: lb * sigmoid(exp(A) x) or -exp(A) * softplus(x), x = z + dt_bias."""
+    """Log-decay per head and key channel; with x = z + dt_bias either
+    lower_bound * sigmoid(exp(A) x), or without a bound -exp(A) * softplus(x).
+    """
     x = z_THD.float() + dt_bias_HD
     rate = torch.exp(A_log_H).unsqueeze(-1)
     if lower_bound is None:
@@ -27,9 +29,10 @@ def l2_normalise(x: Tensor) -> Tensor:
 
 
 def short_conv(qkv_TC: Tensor, conv_weight_CW: Tensor, window_VC: Tensor) -> Tensor:
-    """y_t[c] = SiLU(sum_j w[c, j] x_{t-W+1+j}[c]); rows before the first come from `window_VC` [W-1, C].
+    """y_t[c] = SiLU(sum_j w[c, j] x_{t-W+1+j}[c]).
 
-    The window is updated in place to the last W-1 rows. Float32 inside, result in qkv's dtype.
+    Rows before the first come from `window_VC` [W-1, C], which is updated in place to the last
+    W-1 rows. Float32 inside, result in qkv's dtype.
     """
     width = conv_weight_CW.shape[1]
     out = torch.empty_like(qkv_TC)
@@ -83,10 +86,11 @@ def kda_prefill(
     state: Tensor,
     spans: Sequence[tuple[int, int, int, int]],
 ) -> Tensor:
-    """Convolution, normalisation, gate and recurrence of every span; float32 [T, H, D], zero elsewhere.
+    """Convolution, normalisation, gate and recurrence of every span.
 
-    `conv_state` [S, W-1, C] (C = q|k|v of all heads, oldest row first) and `state` [S, H, Dk, Dv] float32 are
-    updated in place. beta_TH are logits, z_THD is without dt_bias.
+    `conv_state` [S, W-1, C] (C = q|k|v of all heads, oldest row first) and `state` [S, H, Dk, Dv]
+    float32 are updated in place. beta_TH are logits, z_THD is without dt_bias. Returns float32
+    [T, H, D], zero outside the spans.
     """
     tokens, heads, dim = z_THD.shape
     out = torch.zeros(tokens, heads, dim, dtype=torch.float32)

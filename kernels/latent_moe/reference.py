@@ -9,9 +9,10 @@ from expertmesh.kernels.latent_moe.types import ExpertWeightsOf, Glu
 def route(
     logits_TE: Tensor, bias_E: Tensor, top_k: int, renormalize: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """s = sigmoid(logits); experts = top-k of s + bias; weights = s of those, renormalised and scaled.
+    """s = sigmoid(logits); experts = top-k of s + bias; weights = their s, renormalised and scaled.
 
-    Returns (ids int64 [T, K] by descending biased score, weights float32 [T, K]). Equal scores: any order.
+    Returns (ids int64 [T, K] by descending biased score, weights float32 [T, K]). Equal scores:
+    any order.
     """
     scores = torch.sigmoid(logits_TE.float())
     ids = torch.argsort(scores + bias_E, dim=-1, descending=True, stable=True)[:, :top_k]
@@ -22,7 +23,10 @@ def route(
 
 
 def glu(gate_up_T2I: Tensor, spec: Glu) -> Tensor:
-    """situ: b1 tanh(gate / b1) sigmoid(gate) * b2 tanh(up / b2); silu: silu(gate) * up. Float32 inside."""
+    """situ: b1 tanh(gate / b1) sigmoid(gate) * b2 tanh(up / b2); silu: silu(gate) * up.
+
+    Float32 inside, result in the input's dtype.
+    """
     gate, up = gate_up_T2I.float().chunk(2, dim=-1)
     if spec.kind == "silu":
         return (gate * torch.sigmoid(gate) * up).to(gate_up_T2I.dtype)
@@ -34,7 +38,10 @@ def glu(gate_up_T2I: Tensor, spec: Glu) -> Tensor:
 def experts_partial_sum(
     z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights_of: ExpertWeightsOf, spec: Glu
 ) -> Tensor:
-    """y_t = sum_k w_tk * W2_e glu(W13_e z_t) over the local experts e = ids_tk >= 0; float32 [T, D]."""
+    """y_t = sum_k w_tk * W2_e glu(W13_e z_t) over the local experts e = ids_tk >= 0.
+
+    Returns float32 [T, D].
+    """
     out = torch.zeros(z_TD.shape, dtype=torch.float32)
     for t, ids in enumerate(ids_TK.tolist()):
         for k, slot in enumerate(ids):

@@ -69,7 +69,7 @@ def experts_partial_sum(
     tokens, top_k = ids_TK.shape
     # Index bookkeeping in numpy: its calls on small arrays cost a third of torch's.
     flat = ids_TK.reshape(-1).numpy()
-    counts = np.bincount(flat + 1)
+    counts = np.bincount(flat + 1, minlength=1)
     skipped = int(counts[0])
     if skipped == flat.size:
         return torch.zeros(tokens, z_TD.shape[1], dtype=torch.float32)

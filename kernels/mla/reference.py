@@ -22,7 +22,10 @@ def mla_decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """score_s = (q_latent . latent_s + q_rope . rope_s) * scale; out = sum_s softmax(score)_s latent_s."""
+    """score_s = (q_latent . latent_s + q_rope . rope_s) * scale;  out = sum_s softmax_s latent_s.
+
+    lengths_B includes the new token, whose row is already in the cache. Returns [B, H, R].
+    """
     batch, heads, rank = q_latent_BHR.shape
     out = torch.empty_like(q_latent_BHR)
     for b in range(batch):
@@ -43,9 +46,10 @@ def mla_prefill(
     spans: Sequence[MlaSpan],
     scale: float,
 ) -> Tensor:
-    """Causal attention with keys and values expanded from the latents; [T, H, v], zero outside the spans.
+    """Causal attention with keys and values expanded from the latents.
 
     k_s[h] = W_K[h] latent_s | rope_s;  v_s[h] = W_V[h] latent_s;  softmax over s <= t in float32.
+    Returns [T, H, v], zero outside the spans.
     """
     tokens, heads, _ = q_nope_THd.shape
     rank = w_k_HdR.shape[2]

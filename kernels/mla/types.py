@@ -10,7 +10,8 @@ PAGE = 64  # tokens per cache page
 class MlaSpan(NamedTuple):
     """Rows [row_begin, row_end) of a packed batch: queries at positions position, position + 1, ...
 
-    `pages` int64 [n] lists the pages of the sequence in order; keys of the span itself are already written.
+    `pages` int64 [n] lists the pages of the sequence in order; the keys of the span itself are
+    already written.
     """
 
     row_begin: int

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """weight * cast(x / sqrt(mean(x^2) + eps)), statistics in float32, cast to x's dtype before the weight."""
+    """weight * cast(x / sqrt(mean(x^2) + eps)): float32 statistics, x's dtype before the weight."""
     x32 = x_TH.float()
     normed = x32 / torch.sqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     return normed.to(x_TH.dtype) * weight_H.to(x_TH.dtype)

@@ -10,7 +10,7 @@ CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def mxfp4_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Byte c holds element 2c (low nibble) and 2c + 1 (high nibble); computed in float64, cast once."""
+    """Byte c holds element 2c (low nibble) and 2c + 1 (high nibble); float64, cast once."""
     rows = packed.reshape(-1, packed.shape[-1]).tolist()
     scales = scale.reshape(-1, scale.shape[-1]).tolist()
     out = []
@@ -26,7 +26,7 @@ def mxfp4_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float
 
 
 def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest codes (ties to even) under the better of the two exponents around the block's largest value."""
+    """Nearest codes (ties to even) under the better of two exponents around the largest value."""
     if weight.shape[-1] % BLOCK:
         raise ValueError(f"last axis {weight.shape[-1]} is not a multiple of {BLOCK}")
     packed, scales = [], []

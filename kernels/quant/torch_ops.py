@@ -1,8 +1,11 @@
 """MXFP4 (E2M1 codes, one power-of-two scale per 32 values), fast on CPU.
 
-Layout (compressed-tensors `mxfp4-pack-quantized`): byte c of a row holds element 2c in its low nibble and
-2c + 1 in its high nibble; scale byte b means 2^(b - 127); blocks of 32 run along the last axis.
+Layout (compressed-tensors `mxfp4-pack-quantized`): byte c of a row holds element 2c in its low
+nibble and 2c + 1 in its high nibble; scale byte b means 2^(b - 127); blocks of 32 run along the
+last axis.
 """
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,13 +34,13 @@ _SCALES = _scale_table()  # [256], constant; index 0 is the float32 subnormal 2^
 def mxfp4_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """uint8 [..., K/2] and uint8 [..., K/32] -> values [..., K] in `dtype`.
 
-    Exact in float32, subnormals included; 6 * 2^127 and 4 * 2^127 overflow to inf as a float64 product cast to float32 does;
-    scale byte 255 decodes to NaN (reject it at load with `invalid_scales`).
+    Bit-exact in float32, subnormals included; 4 * 2^126 and above overflow to inf, as the cast of
+    the exact product does. Scale byte 255 decodes to NaN: reject it at load (`invalid_scales`).
     """
     values = torch.nn.functional.embedding(packed.int(), _PAIRS)
     blocks = values.view(*scale.shape, BLOCK)
     blocks.mul_(_SCALES[scale.int()].unsqueeze(-1))
-    return blocks.view(*packed.shape[:-1], -1).to(dtype)
+    return blocks.view(*packed.shape[:-1], 2 * packed.shape[-1]).to(dtype)
 
 
 def invalid_scales(scale: Tensor) -> Tensor:
@@ -46,11 +49,11 @@ def invalid_scales(scale: Tensor) -> Tensor:
 
 
 def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise [..., K] (K a multiple of 32) to (packed uint8 [..., K/2], scale uint8 [..., K/32]).
+    """Quantise [..., K] to (packed uint8 [..., K/2], scale uint8 [..., K/32]).
 
-    Values round to the nearest code, ties to the even code. Of the exponents floor(log2(max)) - 2 and one
-    above, the one with the smaller squared error wins, so values that are already MXFP4 survive unchanged.
-    Raises ValueError for a bad K or non-finite input.
+    Values round to the nearest code, ties to the even one. Of the exponents floor(log2(max)) - 2
+    and one above, the one with the smaller squared error wins, so values that are already MXFP4
+    survive unchanged. Raises ValueError if K is no multiple of 32 or the input is not finite.
     """
     if weight.shape[-1] % BLOCK:
         raise ValueError(f"last axis {weight.shape[-1]} is not a multiple of {BLOCK}")
@@ -82,11 +85,9 @@ def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_codes(scaled: Tensor) -> Tensor:
-    """Codes 0..15 of the nearest E2M1 values; halfway cases take the even code, overflow saturates."""
+    """Codes 0..15 of the nearest E2M1 values; halves go to the even code, overflow saturates."""
     magnitude = scaled.abs()
-    middles = torch.tensor(
-        [(a + b) / 2 for a, b in zip(CODES, CODES[1:], strict=False)], dtype=torch.float64
-    )
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(CODES)], dtype=torch.float64)
     up = torch.searchsorted(middles, magnitude, right=True)  # a tie goes up
     down = torch.searchsorted(middles, magnitude, right=False)  # a tie stays down
     codes = torch.where(up % 2 == 0, up, down)

@@ -27,7 +27,10 @@ def sample(
     min_p_B: Tensor,
     uniform_B: Tensor,
 ) -> Tensor:
-    """temperature, top_k, top_p, min_p, then the inverse CDF in id order; see torch_ops for the tie rules."""
+    """temperature, top_k, top_p, min_p, then the inverse CDF in id order; ids int64 [B].
+
+    Ids tied with the last kept one are all kept. Rows are independent.
+    """
     settings = zip(
         logits_BV.float().tolist(),
         temperature_B.tolist(),

@@ -1,0 +1,30 @@
+"""Every buffer that an operator asks for uninitialised arrives full of NaN."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="package")
+def poisoned_empty() -> Iterator[None]:
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return empty
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned(torch.empty))
+        patch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+        patch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="package")
+def inference() -> Iterator[None]:
+    """As in the engine; also keeps cached constants usable in both modes."""
+    with torch.inference_mode():
+        yield
