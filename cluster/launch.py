@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from expertmesh.actors.attention.actor import AttentionActor, ReplicaStats
@@ -293,9 +293,10 @@ def _end(
     owns_ray: bool,
 ) -> None:
     """Kills the actors, waits until their processes are gone and gives the slots back."""
-    with contextlib.suppress(RayError, GetTimeoutError):
-        for actor in actors:
+    for actor in actors:
+        with contextlib.suppress(RayError, ValueError):
             ray.kill(actor, no_restart=True)
+    with contextlib.suppress(RayError):
         for member in ray_cluster.reap(members):
             _log.error("%s could not be ended", member)
     if slots is not None:

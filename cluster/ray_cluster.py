@@ -32,6 +32,8 @@ def connect(settings: ClusterSettings) -> bool:
         ray.init(address=settings.ray_address, namespace=settings.namespace, log_to_driver=False)
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives its workers niceness 15: any other load on the machine would starve the model.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     slots = settings.actors * settings.cpus_per_actor + SPARE_SLOTS
     ray.init(
         num_cpus=max(own_cores(), int(slots) + 1),
@@ -94,7 +96,7 @@ def reserve(bundles: Sequence[dict[str, float]], strategy: str, timeout_s: float
     return Slots(group, tuple(homes[index] for index in range(len(bundles))))
 
 
-def reap(members: Sequence[tuple[Member, str]], timeout_s: float = 5.0) -> list[Member]:
+def reap(members: Sequence[tuple[Member, str]], timeout_s: float = 10.0) -> list[Member]:
     """Waits until the processes are gone, killing what is left; returns those that remain.
 
     Ray's kill asks the process to exit, which a stopped one never does. members: with node ids.
@@ -134,9 +136,7 @@ def reap_pids(pids: Sequence[int], timeout_s: float) -> list[int]:
 def _is_ray_worker(pid: int) -> bool:
     """Also guards against a number that already belongs to another process."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        return status != "Z" and b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        name, rest = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)
     except OSError:
         return False
-
-
+    return "(ray::" in name and rest.split()[0] not in "ZX"

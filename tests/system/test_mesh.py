@@ -1,0 +1,248 @@
+"""A real mesh on real Ray: the answers of one process, and failures that name who failed."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+
+from expertmesh.actors.attention.engine import Engine
+from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams, TokenOutput
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.exchange.base import LocalExchange
+from expertmesh.actors.exchange.settings import ExchangeSettings
+from expertmesh.actors.experts.bank import ExpertBank
+from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.actors.model.model import Model
+from expertmesh.cluster.launch import LaunchError, Mesh, Progress, start
+from expertmesh.cluster.settings import ClusterSettings
+from tests.support.checkpoints import write_checkpoint
+
+ENGINE = EngineSettings(pages=64, slots=8)
+DEADLINE = 2.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("mesh") / "model", num_experts=7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    address = os.environ.get("EXPERTMESH_TEST_RAY")  # one that runs already, to save its start
+    if address:
+        ray.init(address=address, log_to_driver=False)
+    else:
+        ray.init(num_cpus=16, object_store_memory=128 << 20, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+def settings(model: Path, **changes: Any) -> ClusterSettings:
+    base = {
+        "load": LoadSettings(model=model, device="cpu", dtype="float32", expert_cache_bytes=1 << 22),
+        "engine": ENGINE,
+        "exchange": ExchangeSettings(deadline_s=DEADLINE),
+        "name": f"t{os.getpid()}",
+    }
+    return ClusterSettings(**{**base, **changes})
+
+
+def ask(name: str, seed: int, tokens: int = 12) -> GenerateRequest:
+    prompt = [(seed * 31 + i * 7) % 300 + 1 for i in range(5 + seed)]
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(request_id=name, prompt_ids=prompt, params=params)
+
+
+class Reader:
+    """One stream of an ingress, read in a thread."""
+
+    def __init__(self, actor: Any, ingress: str) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, TokenOutput] = {}
+        self.lost: Exception | None = None
+        self._changed = threading.Condition()
+        self._stream = actor.stream.options(num_returns="streaming").remote(ingress)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for ref in self._stream:
+                outputs = msgspec.msgpack.decode(ray.get(ref), type=list[TokenOutput])
+                with self._changed:
+                    for output in outputs:
+                        self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                        if output.finish_reason is not None:
+                            self.ends[output.request_id] = output
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self.lost = error
+                self._changed.notify_all()
+
+    def wait(self, condition: Any, timeout: float = 30.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self), timeout), "nothing came"
+
+
+def submit(actor: Any, ingress: str, *requests: GenerateRequest) -> list[Any]:
+    return ray.get(actor.submit.remote(ingress, msgspec.msgpack.encode(list(requests))))
+
+
+def one_process(model: Path, actors: int, requests: list[GenerateRequest]) -> dict[str, list[int]]:
+    """The same tokens without Ray, sockets or processes: the twin the mesh must equal."""
+    opened = settings(model).load.open()
+    cuts = [-(-7 * a // actors) for a in range(actors + 1)]
+    banks = [
+        ExpertBank(
+            opened.config, opened.kernels,
+            dict.fromkeys(opened.config.moe_layers, range(begin, end)), opened.source,
+            dtype=opened.dtype, cache_bytes=1 << 22,
+        )
+        for begin, end in zip(cuts, cuts[1:], strict=False)
+    ]  # fmt: skip
+    net = Model(opened.config, opened.kernels, opened.source, dtype=opened.dtype)
+    engine = Engine(
+        net, net.new_state(ENGINE.pages, ENGINE.slots), LocalExchange(*banks), ENGINE,
+        opened.config.eos,
+    )  # fmt: skip
+    for request in requests:
+        engine.submit(request)
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens
+
+
+def alive(pids: list[int]) -> list[int]:
+    def running(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return [pid for pid in pids if running(pid)]
+
+
+def pids_of(mesh: Mesh) -> list[int]:
+    return [member.pid for member in mesh.epoch.members]
+
+
+def test_two_replicas_answer_like_one_process_and_a_killed_expert_is_named(model: Path) -> None:
+    seen: list[Progress] = []
+    mesh = start(settings(model, attention_replicas=2, expert_actors=3), seen.append)
+    try:
+        assert mesh.state().state == "ready"
+        assert seen and seen[-1].done == seen[-1].total > 0
+        first, second = mesh.attention
+        reader = Reader(first, "door")
+        alone = [ask("a", 1), ask("b", 4)]
+        assert submit(first, "door", *alone) == [None, None]  # the other replica only joins
+        reader.wait(lambda r: len(r.ends) == 2)
+        assert reader.tokens == one_process(model, 3, alone)
+
+        other = Reader(second, "door")
+        both = [ask("c", 2, 30), ask("d", 3, 20)]
+        submit(first, "door", both[0])
+        submit(second, "door", both[1])
+        reader.wait(lambda r: "c" in r.ends)
+        other.wait(lambda r: "d" in r.ends)
+        want = one_process(model, 3, both)
+        assert (reader.tokens["c"], other.tokens["d"]) == (want["c"], want["d"])
+
+        refused = submit(first, "door", ask("e", 1), ask("e", 1), ask("f", 1, 10**6))
+        assert [answer and (answer[0], answer[2]) for answer in refused] == [
+            None,
+            ("refused", "request_id"),
+            ("refused", "max_tokens"),
+        ]
+        replicas, experts = mesh.stats()
+        assert len(replicas) == 2 and len(experts) == 3
+        assert sum(sum(e.rows.values()) for e in experts) == sum(r.rows_sent for r in replicas)
+
+        later = Reader(first, "door")  # takes over from `reader`
+        submit(first, "door", ask("g", 1, 200))
+        later.wait(lambda r: len(r.tokens.get("g", ())) > 3)
+        assert "g" not in reader.tokens
+        victim = mesh.epoch.experts[1]
+        began = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        state = mesh.wait_failed(10)
+        assert state.state == "failed" and victim.name in state.reason, state
+        later.wait(lambda r: "g" in r.ends, 10)
+        assert time.monotonic() - began < DEADLINE + 3
+        assert later.ends["g"].finish_reason == "error"
+        healthy, why = ray.get(first.health.remote(), timeout=5)
+        assert not healthy and why
+        (answer,) = submit(first, "door", ask("h", 1))
+        assert answer is not None and answer[0] == "failed"
+    finally:
+        pids = pids_of(mesh)
+        mesh.stop()
+    assert alive(pids) == []
+    assert mesh.state().state == "stopped"
+
+
+def test_a_stopped_expert_of_an_idle_mesh_is_noticed(model: Path) -> None:
+    mesh = start(settings(model))
+    pids = pids_of(mesh)
+    try:
+        time.sleep(1.0)
+        assert mesh.state().state == "ready"
+        victim = mesh.epoch.experts[0]
+        began = time.monotonic()
+        os.kill(victim.pid, signal.SIGSTOP)
+        state = mesh.wait_failed(10)
+        assert state.state == "failed"
+        assert victim.name in state.reason and "does not answer" in state.reason
+        assert time.monotonic() - began < 3.0
+        reader = Reader(mesh.attention[0], "door")
+        end = time.monotonic() + 5
+        while (healthy := ray.get(mesh.attention[0].health.remote()))[0]:
+            assert time.monotonic() < end
+        assert victim.name in healthy[1]
+        (answer,) = submit(mesh.attention[0], "door", ask("a", 1))
+        assert answer[0] == "failed" and victim.name in answer[1]
+        assert reader.lost is None
+    finally:
+        mesh.stop()
+    assert alive(pids) == [], "a stopped process must be ended too"
+
+
+def test_without_an_expert_tier_and_a_killed_replica(model: Path) -> None:
+    mesh = start(settings(model, expert_actors=0))
+    try:
+        reader = Reader(mesh.attention[0], "door")
+        submit(mesh.attention[0], "door", ask("a", 1))
+        reader.wait(lambda r: "a" in r.ends)
+        assert reader.tokens == one_process(model, 1, [ask("a", 1)])
+        os.kill(mesh.epoch.attention[0].pid, signal.SIGKILL)
+        state = mesh.wait_failed(10)
+        assert state.state == "failed" and "attention-0" in state.reason
+        reader.wait(lambda r: r.lost is not None)
+    finally:
+        mesh.stop()
+
+
+def test_a_mesh_that_cannot_be_is_refused_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"8 expert actors cannot share 7 experts.*1 to 7"):
+        start(settings(model, expert_actors=8))
+    with pytest.raises(LaunchError, match="need 1001 Ray CPU slots"):
+        start(settings(model, expert_actors=1, cpus_per_actor=500.5))
+    broken = write_checkpoint(tmp_path / "broken", num_experts=7)
+    shard = sorted(broken.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(LaunchError, match=rf"could not load.*{shard.name}"):
+        start(settings(broken))
+    named = f"t{os.getpid()}-attention-0"
+    with pytest.raises(ValueError, match="Failed to look up actor"):
+        ray.get_actor(named, namespace="expertmesh")
