@@ -5,7 +5,6 @@ compared with.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -14,13 +13,10 @@ from expertmesh.actors.attention.loop import EngineLoop
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.base import LocalExchange
 from expertmesh.actors.experts.bank import ExpertBank
-from expertmesh.actors.model.checkpoint import Checkpoint
-from expertmesh.actors.model.config import ModelConfig, load_config
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.model import Model
 from expertmesh.deploy.engine_client import LocalEngineClient
-from expertmesh.kernels.registry import load_kernels
-
-DEFAULT_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,33 +31,27 @@ class LocalServer:
         self.engine_loop.stop()
 
 
-def start_local(
-    folder: Path,
-    settings: EngineSettings,
-    *,
-    dtype: torch.dtype = torch.float32,
-    backend: str = "auto",
-    expert_cache_bytes: int = DEFAULT_CACHE_BYTES,
-) -> LocalServer:
-    """Load a checkpoint folder and start serving it. Raises ConfigError, CheckpointError."""
-    config = load_config(folder)
-    source = Checkpoint.open(folder, config)
+def start_local(load: LoadSettings, settings: EngineSettings, threads: int = 1) -> LocalServer:
+    """Load a checkpoint and start serving it. Raises ConfigError, CheckpointError."""
+    torch.set_num_threads(threads)
+    opened = load.open()
+    config, source = opened.config, opened.source
+    dtype, device = opened.dtype, opened.device
     try:
-        kernels = load_kernels(backend)
-        model = Model(config, kernels, source, dtype=dtype)
-        everything = dict.fromkeys(config.moe_layers, range(config.num_experts))
+        model = Model(config, opened.kernels, source, dtype=dtype, device=device)
         bank = ExpertBank(
-            config, kernels, everything, source, dtype=dtype, cache_bytes=expert_cache_bytes
+            config,
+            opened.kernels,
+            dict.fromkeys(config.moe_layers, range(config.num_experts)),
+            source,
+            dtype=dtype,
+            device=device,
+            cache_bytes=load.expert_cache_bytes,
         )
     finally:
         source.close()
-    engine = Engine(
-        model,
-        model.new_state(settings.pages, settings.slots),
-        LocalExchange(bank),
-        settings,
-        config.eos,
-    )
+    state = model.new_state(settings.pages, settings.slots)
+    engine = Engine(model, state, LocalExchange(bank), settings, config.eos)
     client = LocalEngineClient()
     engine_loop = EngineLoop(engine, client.publish)
     client.attach(engine_loop)

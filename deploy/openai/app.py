@@ -1,6 +1,8 @@
 """The OpenAI-compatible application: routes over an EngineClient, and nothing that computes."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import orjson
@@ -31,11 +33,21 @@ from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.openai.telemetry import Telemetry
 
 Model = TypeVar("Model", bound=Strict)
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
-def build_app(client: EngineClient, info: ServedModel) -> FastAPI:
-    """Routes for one served model. Two apps in a process share nothing."""
-    app = FastAPI(title="ExpertMesh", version=__version__, docs_url=None, redoc_url=None)
+def build_app(client: EngineClient, info: ServedModel, lifespan: Lifespan | None = None) -> FastAPI:
+    """Routes for one served model. Two apps in a process share nothing.
+
+    lifespan: what must live as long as the app, on its event loop (a client's connections).
+    """
+    app = FastAPI(
+        title="ExpertMesh",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
     door = FrontDoor(client, info)
     app.add_middleware(Edge)
     app.add_exception_handler(ApiError, _on_api_error)

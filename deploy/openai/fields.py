@@ -53,7 +53,7 @@ def _prompt(value: Any) -> Any:
     for position, item in enumerate(value):
         if type(item) is not kind:
             raise PathError(f"[{position}]", "must not mix strings and lists of token ids")
-        if kind is list:
+        if isinstance(item, list):
             _check_ids(item, f"[{position}]")
     return value
 

@@ -95,8 +95,6 @@ class GenerationResponse(Response):
                 known = ApiError(500, "internal error")
             self._telemetry.failed(known)
             await self._send_error(known, send)
-        else:
-            self._telemetry.finished(generation)
 
     def _pace(self) -> Pace:
         if self._generation.stream:
@@ -132,6 +130,8 @@ class GenerationResponse(Response):
         ) as pieces:
             async for _ in pieces:
                 pass
+        # Counted before it is sent: a client that has its answer finds it in /metrics.
+        self._telemetry.finished(generation)
         self._started = True
         response = Response(generation.body(), media_type="application/json")
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
@@ -155,6 +155,7 @@ class GenerationResponse(Response):
                         held = piece
                     elif piece:
                         await self._write(piece, send)
+            self._telemetry.finished(generation)
             await self._write(held + generation.closing(), send, more=False)
         finally:
             self._traffic.streams -= 1

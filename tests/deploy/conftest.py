@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.one_process import LocalServer, start_local
 from expertmesh.deploy.openai.app import build_app
@@ -69,7 +70,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def local_server(checkpoint: Path) -> Iterator[LocalServer]:
-    server = start_local(checkpoint, EngineSettings(pages=48, slots=6, step_tokens=128))
+    server = start_local(
+        LoadSettings(model=checkpoint), EngineSettings(pages=48, slots=6, step_tokens=128)
+    )
     yield server
     server.stop()
 

@@ -1,0 +1,165 @@
+"""The command line. Only typer is imported here: `--help` must not wait for torch."""
+
+from pathlib import Path
+from typing import Annotated, NoReturn, Optional
+
+import typer
+
+from expertmesh import __version__
+
+BUNDLED = Path(__file__).resolve().parent / "models" / "nano"
+
+app = typer.Typer(
+    name="expertmesh",
+    help="An expert-parallel inference server for Kimi K3-style models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"expertmesh {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print and exit.")
+    ] = False,
+) -> None:
+    """An expert-parallel inference server for Kimi K3-style models."""
+
+
+_MESH, _HTTP, _MODEL = "Mesh", "HTTP", "Model"
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Optional[Path],  # noqa: UP045 (typer reads it)
+        typer.Argument(help="Checkpoint folder. Default: the bundled nano model."),
+    ] = None,
+    expert_actors: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            rich_help_panel=_MESH,
+            help="Processes that share the experts. 0: everything in one process.",
+        ),
+    ] = 2,
+    attention_replicas: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_MESH, help="Engines, each with its own state.")
+    ] = 1,
+    address: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            rich_help_panel=_MESH,
+            help='Ray cluster to use: "auto" or HOST:PORT. Default: start a local one.',
+        ),
+    ] = None,
+    name: Annotated[
+        str, typer.Option(rich_help_panel=_MESH, help="Prefix of the actors' names.")
+    ] = "expertmesh",
+    host: Annotated[str, typer.Option(rich_help_panel=_HTTP)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=_HTTP)] = 8000,
+    http_processes: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_HTTP, help="Front-door processes on the port.")
+    ] = 1,
+    served_model_name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(rich_help_panel=_HTTP, help="Default: the folder's name."),
+    ] = None,
+    grace_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            rich_help_panel=_HTTP,
+            help="How long running answers may go on after a stop signal.",
+        ),
+    ] = 10,
+    dtype: Annotated[
+        str, typer.Option(rich_help_panel=_MODEL, help="auto, float32 or bfloat16.")
+    ] = "auto",
+    max_model_len: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1,
+            rich_help_panel=_MODEL,
+            help="Most tokens of prompt and answer. Default: the model's, or what "
+            "--kv-pages holds.",
+        ),
+    ] = None,
+    max_running: Annotated[
+        int,
+        typer.Option(
+            min=1, rich_help_panel=_MODEL, help="Sequences per replica that run at the same time."
+        ),
+    ] = 32,
+    kv_pages: Annotated[
+        int,
+        typer.Option(
+            min=1, rich_help_panel=_MODEL, help="64-token pages of latent cache per replica."
+        ),
+    ] = 512,
+    expert_cache_gb: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            rich_help_panel=_MODEL,
+            help="Decoded experts kept per process, beside the packed ones.",
+        ),
+    ] = 1.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+    ] = False,
+) -> None:
+    """Serve a checkpoint over the OpenAI API.
+
+    Exit codes: 0 stopped by a signal, 2 wrong usage, 3 no such model, 4 broken checkpoint,
+    5 port not usable, 6 not enough memory, 7 the mesh did not start.
+    """  # fmt: skip
+    from expertmesh.deploy.exit_codes import Refused
+    from expertmesh.deploy.serve_command import ServeOptions, run
+
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise typer.BadParameter("must be auto, float32 or bfloat16", param_hint="--dtype")
+    options = ServeOptions(
+        model=(model or BUNDLED).absolute(),
+        expert_actors=expert_actors,
+        attention_replicas=attention_replicas,
+        address=address,
+        name=name,
+        host=host,
+        port=port,
+        http_processes=http_processes,
+        served_model_name=served_model_name,
+        grace_seconds=grace_seconds,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_running=max_running,
+        kv_pages=kv_pages,
+        expert_cache_bytes=int(expert_cache_gb * 1e9),
+        dry_run=dry_run,
+    )
+    try:
+        run(options)
+    except Refused as refusal:
+        _refuse(refusal)
+
+
+def _refuse(refusal: Exception) -> NoReturn:
+    from expertmesh.deploy.exit_codes import Refused
+
+    assert isinstance(refusal, Refused)
+    typer.secho(f"error: {refusal.message}", fg="red", err=True)
+    if refusal.hint:
+        typer.echo(f"hint: {refusal.hint}", err=True)
+    raise typer.Exit(refusal.code)
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m expertmesh`."""
+    app()

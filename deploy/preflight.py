@@ -1,0 +1,180 @@
+"""Everything that can refuse a start, checked before the first process: each with its own exit
+code and a message that says what to do."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.model.checkpoint import Checkpoint, CheckpointError
+from expertmesh.actors.model.config import ConfigError, ModelConfig, load_config
+from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.actors.model.summary import CheckpointSummary
+from expertmesh.actors.model.tokenizer import Tokenizer, TokenizerError
+from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
+from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.deploy.listener import bind
+
+# A process before it holds any weights: interpreter, torch, Ray's own threads.
+PROCESS_BYTES = 300 << 20
+# Ray's daemons, its object store and the front door.
+RAY_BYTES = 700 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes on this machine if everything runs here. experts: packed, over all actors together."""
+
+    attention: int
+    experts: int
+    expert_cache: int
+    state: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.experts + self.expert_cache + self.state + self.processes
+
+
+def check_folder(folder: Path) -> ModelConfig:
+    """The model's config. Refused when there is no such folder or its config does not serve."""
+    if not folder.exists():
+        raise Refused(
+            ExitCode.NO_MODEL,
+            f"the model folder {folder} does not exist",
+            "pass the path of a checkpoint folder, or leave it out for the bundled model",
+        )
+    if not folder.is_dir() or not (folder / "config.json").exists():
+        raise Refused(
+            ExitCode.NO_MODEL,
+            f"{folder} is not a checkpoint folder: it has no config.json",
+            "pass the folder that holds config.json and the safetensors shards",
+        )
+    try:
+        return load_config(folder)
+    except ConfigError as error:
+        raise Refused(ExitCode.BAD_CHECKPOINT, f"{folder / 'config.json'}: {error}") from error
+
+
+def check_checkpoint(folder: Path, config: ModelConfig) -> CheckpointSummary:
+    """Reads all headers and the tokenizer files; no weights."""
+    try:
+        source = Checkpoint.open(folder, config)
+    except (CheckpointError, OSError) as error:
+        hint = "copy the checkpoint again, or check it against its source"
+        raise Refused(ExitCode.BAD_CHECKPOINT, f"{folder}: {error}", hint) from error
+    try:
+        Tokenizer.load(folder, config)
+        return source.summary()
+    except TokenizerError as error:
+        raise Refused(ExitCode.BAD_CHECKPOINT, f"{folder}: {error}") from error
+    finally:
+        source.close()
+
+
+def check_port(host: str, port: int) -> None:
+    """Refused with the owner's name when the address can not be listened on."""
+    try:
+        bind(host, port).close()
+        return
+    except socket.gaierror as error:
+        raise Refused(ExitCode.PORT, f"the host {host} has no address: {error}") from error
+    except PermissionError as error:
+        raise Refused(
+            ExitCode.PORT, f"port {port} needs more rights than this user has", "use 1024 or above"
+        ) from error
+    except OSError as error:
+        owner = port_owner(port)
+        by = f" by {owner}" if owner else ""
+        hint = "stop that process, or choose another port with --port"
+        raise Refused(
+            ExitCode.PORT, f"port {port} on {host} is taken{by} ({error.strerror})", hint
+        ) from error
+
+
+def port_owner(port: int) -> str:
+    """ "process 123 (name)" of who listens on the port, or "" when this user may not know."""
+    try:
+        for one in psutil.net_connections("tcp"):
+            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
+                if one.pid is None:
+                    return ""
+                return f"process {one.pid} ({psutil.Process(one.pid).name()})"
+    except (psutil.Error, OSError):
+        return ""
+    return ""
+
+
+def plan_memory(
+    config: ModelConfig,
+    summary: CheckpointSummary,
+    load: LoadSettings,
+    engine: EngineSettings,
+    attention_replicas: int,
+    expert_actors: int,
+) -> MemoryPlan:
+    """What a start would take. Pure arithmetic over the headers."""
+    wide = load.dtype != "bfloat16"  # auto is float32 wherever this machine's memory counts
+    dtype_bytes = 4 if wide else 2
+    holders = expert_actors or attention_replicas
+    copies = 1 if expert_actors else attention_replicas
+    decoded = summary.experts.parameters * dtype_bytes
+    return MemoryPlan(
+        attention=attention_replicas * summary.attention.parameters * dtype_bytes,
+        experts=copies * summary.experts.total_bytes,
+        expert_cache=min(holders * load.expert_cache_bytes, copies * decoded),
+        state=attention_replicas * state_bytes(config, engine, dtype_bytes),
+        processes=(attention_replicas + expert_actors) * PROCESS_BYTES
+        + (RAY_BYTES if attention_replicas + expert_actors > 1 else 0),
+    )
+
+
+def state_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) -> int:
+    """Bytes of one replica's pages and slots."""
+    import torch
+
+    dtype = torch.float32 if dtype_bytes == 4 else torch.bfloat16
+    return engine.pages * bytes_per_page(config, dtype) + engine.slots * bytes_per_slot(
+        config, dtype
+    )
+
+
+def available_memory() -> int:
+    """Bytes this process tree may still take: the machine's, or less where a cgroup says so."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, max(int(limit) - used, 0))
+
+
+def check_memory(plan: MemoryPlan, pages: int, available: int) -> None:
+    """Refused when the plan exceeds what is available, with the parts that make it up."""
+    if plan.total <= available:
+        return
+    parts = (
+        f"attention weights {gigabytes(plan.attention)}, experts {gigabytes(plan.experts)}, "
+        f"decoded experts {gigabytes(plan.expert_cache)}, state {gigabytes(plan.state)}, "
+        f"processes {gigabytes(plan.processes)}"
+    )
+    raise Refused(
+        ExitCode.MEMORY,
+        f"this start needs {gigabytes(plan.total)} and {gigabytes(available)} is available "
+        f"({parts})",
+        f"lower --kv-pages (now {pages} pages of {PAGE_TOKENS} tokens), --expert-cache-gb or the "
+        "number of actors, or use --dtype bfloat16",
+    )
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count < 1e15 else f"{count:.1e} bytes"
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
