@@ -14,7 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from expertmesh.actors.attention.actor import AttentionActor, ReplicaStats
 from expertmesh.actors.experts.actor import ExpertActor, ExpertStats
-from expertmesh.actors.model.config import ConfigError, load_config
+from expertmesh.actors.model.checkpoint import CheckpointError
+from expertmesh.actors.model.config import ConfigError
 from expertmesh.cluster import ray_cluster
 from expertmesh.cluster.membership import Epoch, Member
 from expertmesh.cluster.placement import Placement, PlacementError, contiguous_placement
@@ -134,7 +135,7 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
     """
     try:
         placement = _placement(settings)
-    except (ConfigError, PlacementError) as error:
+    except (ConfigError, CheckpointError, PlacementError) as error:
         raise LaunchError(str(error)) from error
     owns_ray = ray_cluster.connect(settings)
     slots: ray_cluster.Slots | None = None
@@ -143,7 +144,7 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
     try:
         nodes = ray_cluster.nodes()
         needed = bundles(settings, gpus := gpus_per_actor(settings, nodes))
-        check_fits(needed, ray.cluster_resources())
+        check_fits(needed, ray.cluster_resources())  # type: ignore[no-untyped-call]
         slots = ray_cluster.reserve(needed, settings.strategy, settings.placement_timeout_s)
         threads = threads_by_rank(slots.homes, nodes)
         if settings.threads_per_actor is not None:
@@ -166,7 +167,10 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
 
 
 def _placement(settings: ClusterSettings) -> Placement:
-    config = load_config(settings.load.model)
+    """Also checks the checkpoint here: a bad file is found before any process is started."""
+    opened = settings.load.open()
+    opened.source.close()
+    config = opened.config
     if settings.expert_actors == 0:
         return Placement({})
     return contiguous_placement(config.moe_layers, config.num_experts, settings.expert_actors)

@@ -53,7 +53,7 @@ def nodes() -> list[Node]:
     """Live nodes. Ray only knows slots; they are taken for cores on other machines than this."""
     here = ray.get_runtime_context().get_node_id()
     found = []
-    for entry in ray.nodes():
+    for entry in ray.nodes():  # type: ignore[no-untyped-call]
         if not entry["Alive"]:
             continue
         resources = entry["Resources"]
@@ -87,7 +87,8 @@ def reserve(bundles: Sequence[dict[str, float]], strategy: str, timeout_s: float
     group = placement_group(list(bundles), strategy=strategy)
     if not group.wait(timeout_s):
         remove_placement_group(group)
-        free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+        resources = ray.available_resources()  # type: ignore[no-untyped-call]
+        free = {k: v for k, v in resources.items() if k in ("CPU", "GPU")}
         raise TimeoutError(
             f"Ray has not reserved {len(bundles)} bundles of {bundles[0]} ({strategy}) within "
             f"{timeout_s:g} s; free now: {free}"

@@ -14,15 +14,17 @@ class WatchSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    period_s: float = Field(0.25, gt=0, description="Time between two health calls to an actor.")
+    period_s: float = Field(
+        default=0.25, gt=0, description="Time between two health calls to an actor."
+    )
     silence_s: float = Field(
-        1.75,
+        default=1.75,
         gt=0,
         description="An actor that leaves a health call unanswered for longer is lost. Raise it "
         "where processors are shared with other work.",
     )
     step_limit_s: float = Field(
-        60.0, gt=0, description="An engine whose step runs longer is stuck."
+        default=60.0, gt=0, description="An engine whose step runs longer is stuck."
     )
 
 
@@ -32,42 +34,55 @@ class ClusterSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     load: LoadSettings
-    attention_replicas: int = Field(1, ge=1, description="Engines, each with its own KV state.")
-    expert_actors: int = Field(
-        2, ge=0, description="Actors that share the routed experts; 0: each replica has them all."
+    attention_replicas: int = Field(
+        default=1, ge=1, description="Engines, each with its own KV state."
     )
-    engine: EngineSettings = EngineSettings()
-    exchange: ExchangeSettings = ExchangeSettings()
-    watch: WatchSettings = WatchSettings()
+    expert_actors: int = Field(
+        default=2,
+        ge=0,
+        description="Actors that share the routed experts; 0: each replica has them all.",
+    )
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    exchange: ExchangeSettings = Field(default_factory=ExchangeSettings)
+    watch: WatchSettings = Field(default_factory=WatchSettings)
     name: str = Field(
-        "expertmesh",
+        default="expertmesh",
         pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$",
         description="Prefix of the actors' names; one per mesh in a Ray namespace.",
     )
-    namespace: str = Field("expertmesh", min_length=1, description="Ray namespace of the actors.")
+    namespace: str = Field(
+        default="expertmesh", min_length=1, description="Ray namespace of the actors."
+    )
     ray_address: str | None = Field(
-        None, description='An existing Ray cluster ("auto" or host:port). Unset: start a local one.'
+        default=None,
+        description='An existing Ray cluster ("auto" or host:port). Unset: start a local one.',
     )
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        "PACK", description="Ray placement strategy over nodes."
+        default="PACK", description="Ray placement strategy over nodes."
     )
     cpus_per_actor: float = Field(
-        1.0, gt=0, description="Ray CPU slots that each actor reserves. Slots, not threads."
+        default=1.0, gt=0, description="Ray CPU slots that each actor reserves. Slots, not threads."
     )
     gpus_per_actor: float | None = Field(
-        None, ge=0, description="Ray GPUs that each actor reserves. Unset: 1 where there are GPUs."
+        default=None,
+        ge=0,
+        description="Ray GPUs that each actor reserves. Unset: 1 where there are GPUs.",
     )
     threads_per_actor: int | None = Field(
-        None, ge=1, description="Threads per process. Unset: the node's cores over its actors."
+        default=None,
+        ge=1,
+        description="Threads per process. Unset: the node's cores over its actors.",
     )
     placement_timeout_s: float = Field(
-        60.0, gt=0, description="How long to wait for Ray to reserve the slots."
+        default=60.0, gt=0, description="How long to wait for Ray to reserve the slots."
     )
     start_timeout_s: float = Field(
-        120.0, gt=0, description="How long an actor process may take to come up, without loading."
+        default=120.0,
+        gt=0,
+        description="How long an actor process may take to come up, without loading.",
     )
     load_timeout_s: float = Field(
-        7200.0, gt=0, description="How long all actors may take to load the weights."
+        default=7200.0, gt=0, description="How long all actors may take to load the weights."
     )
 
     @property

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import msgspec
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.loop import EngineLoop
@@ -93,15 +93,15 @@ class AttentionActor:
             for layer, ids in everything.items():
                 names += source.names_for_experts(layer, ids)
         self._total, self._open = source.nbytes(names), opened
-        on_device = {"dtype": opened.dtype, "device": opened.device}
-        self._model = Model(config, opened.kernels, source, **on_device)
+        dtype, device = opened.dtype, opened.device
+        self._model = Model(config, opened.kernels, source, dtype=dtype, device=device)
         if with_experts:
             cache = self._load.expert_cache_bytes
-            self._local = LocalExchange(
-                ExpertBank(
-                    config, opened.kernels, everything, source, cache_bytes=cache, **on_device
-                )
-            )
+            bank = ExpertBank(
+                config, opened.kernels, everything, source,
+                dtype=dtype, device=device, cache_bytes=cache,
+            )  # fmt: skip
+            self._local = LocalExchange(bank)
         source.close()
         return source.bytes_read
 
@@ -126,9 +126,7 @@ class AttentionActor:
             exchange = self._mesh = await asyncio.to_thread(self._meet, roster, rank)
         model = self._model
         assert model is not None, "load() before join()"
-        state = await asyncio.to_thread(
-            model.new_state, self._settings.pages, self._settings.slots
-        )
+        state = await asyncio.to_thread(model.new_state, self._settings.pages, self._settings.slots)
         engine = Engine(model, state, exchange, self._settings, model.config.eos)
         boxes = Outboxes(asyncio.get_running_loop())
         loop = EngineLoop(engine, boxes.publish, peers_open=self._peers_open)

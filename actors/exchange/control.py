@@ -182,7 +182,9 @@ class AttentionControl:
                 if opening.kind == LEAVE:
                     lost = where.error(f"{self._groups.roster.name(peer)} has left the epoch")
             except RuntimeError as error:
-                lost = error if isinstance(error, ExchangeError) else self._groups.lost(where, error)
+                lost = (
+                    error if isinstance(error, ExchangeError) else self._groups.lost(where, error)
+                )
             with self._changed:
                 if lost is None:
                     self._opened[peer] = opening

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import ProcessGroupGloo
 
 from expertmesh.actors.exchange.base import ExchangeError
 from expertmesh.actors.exchange.roster import Roster
@@ -65,11 +66,9 @@ class Groups:
         limit = timedelta(seconds=settings.join_deadline_s)
         where = Where(rank, -1, "join", -1)
         try:
-            store = TCPStore(
-                *roster.store, is_master=False, wait_for_workers=False, timeout=limit
-            )
+            store = TCPStore(*roster.store, is_master=False, wait_for_workers=False, timeout=limit)
             prefix = PrefixStore(f"epoch/{roster.epoch}", store)
-            self.control = _gloo(PrefixStore("control", prefix), roster, rank, host, limit)
+            self.control: Any = _gloo(PrefixStore("control", prefix), roster, rank, host, limit)
             self.dispatch: Any = self.control
             self.combine: Any = self.control
             if device.type == "cuda":
@@ -146,14 +145,13 @@ class Groups:
         work.wait()
 
 
-def _gloo(
-    store: PrefixStore, roster: Roster, rank: int, host: str, limit: timedelta
-) -> ProcessGroupGloo:
-    options = ProcessGroupGloo._Options()
+def _gloo(store: PrefixStore, roster: Roster, rank: int, host: str, limit: timedelta) -> Any:
+    gloo: Any = ProcessGroupGloo  # torch's stubs do not know its methods
+    options = gloo._Options()
     # By address: the default resolves the host name, which in containers is often a loopback.
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [gloo.create_device(hostname=host)]
     options._timeout = limit
-    return ProcessGroupGloo(store, rank, roster.size, options)
+    return gloo(store, rank, roster.size, options)
 
 
 def _nccl(store: PrefixStore, roster: Roster, rank: int, limit: timedelta) -> Any:

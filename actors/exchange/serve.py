@@ -116,4 +116,3 @@ class MeshServer:
         elif z_TD.dtype != self._dtype:
             z_TD = z_TD.to(self._dtype)
         return z_TD, slots_TK.long(), weights_TK
-

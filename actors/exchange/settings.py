@@ -9,27 +9,29 @@ class ExchangeSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layout: Literal["auto", "exact", "padded"] = Field(
-        "auto",
+        default="auto",
         description="exact: one point-to-point message per pair, as long as its rows. "
         "padded: all_to_all_single with one capacity for all pairs. auto: exact on CPU (gloo), "
         "padded on CUDA (NCCL).",
     )
     dispatch_dtype: Literal["auto", "float32", "bfloat16", "float8"] = Field(
-        "auto",
+        default="auto",
         description="How latent rows travel to the experts. float8: e4m3 with one scale per row. "
         "auto: float32 on CPU, bfloat16 on CUDA.",
     )
     combine_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="How partial sums travel back; they are added in float32."
+        default="float32", description="How partial sums travel back; they are added in float32."
     )
     max_rows: int = Field(
-        1024,
+        default=1024,
         ge=8,
         description="Most rows in one message; a larger batch goes in several. Sizes the buffers.",
     )
     deadline_s: float = Field(
-        10.0, gt=0, description="A peer silent for longer in the middle of a step has failed."
+        default=10.0,
+        gt=0,
+        description="A peer silent for longer in the middle of a step has failed.",
     )
     join_deadline_s: float = Field(
-        60.0, gt=0, description="All ranks of a new epoch must have met within this time."
+        default=60.0, gt=0, description="All ranks of a new epoch must have met within this time."
     )

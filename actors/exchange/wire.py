@@ -44,10 +44,8 @@ class Section:
 
 def dispatch_sections(dtype: torch.dtype, width: int, top_k: int) -> tuple[Section, ...]:
     """Latents, local expert slots, router weights, and a scale per row when latents are float8."""
-    sections = (Section(dtype, width), Section(torch.int32, top_k), Section(torch.float32, top_k))
-    if dtype == torch.uint8:
-        sections += (Section(torch.float32, 1),)
-    return sections
+    rows = (Section(dtype, width), Section(torch.int32, top_k), Section(torch.float32, top_k))
+    return (*rows, Section(torch.float32, 1)) if dtype == torch.uint8 else rows
 
 
 def combine_sections(dtype: torch.dtype, width: int) -> tuple[Section, ...]:

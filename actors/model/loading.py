@@ -1,6 +1,5 @@
 """What both kinds of actors need to open a model: where it is, and how to hold it."""
 
-
 from pathlib import Path
 from typing import Literal
 
@@ -21,22 +20,30 @@ class LoadSettings(BaseModel):
 
     model: Path = Field(description="Folder with config.json and safetensors shards.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
+        default="auto",
         description="Activations and attention weights. auto: bfloat16 on CUDA, float32 on CPU.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there is one.")
-    kernels: Literal["auto", "torch", "reference"] = Field("auto", description="Kernel backend.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: CUDA if there is one."
+    )
+    kernels: Literal["auto", "torch", "reference"] = Field(
+        default="auto", description="Kernel backend."
+    )
     read_mode: Literal["mmap", "sequential"] = Field(
-        "mmap", description="sequential: large reads in order, for network disks."
+        default="mmap", description="sequential: large reads in order, for network disks."
     )
     expert_cache_bytes: int = Field(
-        1 << 30, ge=0, description="Decoded experts kept per process, beside the packed ones."
+        default=1 << 30,
+        ge=0,
+        description="Decoded experts kept per process, beside the packed ones.",
     )
 
     def open(self) -> "OpenModel":
         """Reads and checks all headers. Raises ConfigError and CheckpointError."""
         config = load_config(self.model)
-        return OpenModel(self, config, Checkpoint.open(self.model, config, read_mode=self.read_mode))
+        return OpenModel(
+            self, config, Checkpoint.open(self.model, config, read_mode=self.read_mode)
+        )
 
 
 class OpenModel:
@@ -53,5 +60,3 @@ class OpenModel:
             name = "float32" if kind == "cpu" else "bfloat16"
         self.dtype = DTYPES[name]
         self.kernels: Kernels = load_kernels(settings.kernels)
-
-

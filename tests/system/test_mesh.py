@@ -1,5 +1,6 @@
 """A real mesh on real Ray: the answers of one process, and failures that name who failed."""
 
+import itertools
 import os
 import signal
 import threading
@@ -48,7 +49,7 @@ def cluster() -> Iterator[None]:
 
 def settings(model: Path, **changes: Any) -> ClusterSettings:
     base = {
-        "load": LoadSettings(model=model, device="cpu", dtype="float32", expert_cache_bytes=1 << 22),
+        "load": LoadSettings(model=model, device="cpu", expert_cache_bytes=1 << 22),
         "engine": ENGINE,
         "exchange": ExchangeSettings(deadline_s=DEADLINE),
         "name": f"t{os.getpid()}",
@@ -107,7 +108,7 @@ def one_process(model: Path, actors: int, requests: list[GenerateRequest]) -> di
             dict.fromkeys(opened.config.moe_layers, range(begin, end)), opened.source,
             dtype=opened.dtype, cache_bytes=1 << 22,
         )
-        for begin, end in zip(cuts, cuts[1:], strict=False)
+        for begin, end in itertools.pairwise(cuts)
     ]  # fmt: skip
     net = Model(opened.config, opened.kernels, opened.source, dtype=opened.dtype)
     engine = Engine(
@@ -241,7 +242,7 @@ def test_a_mesh_that_cannot_be_is_refused_and_leaves_nothing(model: Path, tmp_pa
     broken = write_checkpoint(tmp_path / "broken", num_experts=7)
     shard = sorted(broken.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(LaunchError, match=rf"could not load.*{shard.name}"):
+    with pytest.raises(LaunchError, match=shard.name):
         start(settings(broken))
     named = f"t{os.getpid()}-attention-0"
     with pytest.raises(ValueError, match="Failed to look up actor"):

@@ -59,7 +59,9 @@ def process_mesh(shape: Shape) -> Iterator[tuple[MeshExchange, list[BaseProcess]
         del store
 
 
-def steps(exchange: MeshExchange, shape: Shape, batch: tuple[Tensor, Tensor, Tensor], n: int) -> None:
+def steps(
+    exchange: MeshExchange, shape: Shape, batch: tuple[Tensor, Tensor, Tensor], n: int
+) -> None:
     for _ in range(n):
         exchange.begin_step(batch[0].shape[0])
         for layer in shape.layers:
@@ -150,7 +152,9 @@ def test_a_failing_expert_does_not_leave_the_others_waiting() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("field", ["epoch", "step", "layer", "magic", "rows"])
-def test_a_wrong_header_is_an_error(monkeypatch: pytest.MonkeyPatch, layout: str, field: str) -> None:
+def test_a_wrong_header_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, layout: str, field: str
+) -> None:
     shape = shape_of(layout)
     with ThreadMesh(shape) as mesh:
         write = Frame.write_header
@@ -166,7 +170,11 @@ def test_a_wrong_header_is_an_error(monkeypatch: pytest.MonkeyPatch, layout: str
         with pytest.raises(ExchangeError):
             steps(mesh.exchanges[0], shape, shape.rows(6), 1)
         mesh.join()
-        found = [error for error in mesh.server_errors if "mismatch" in str(error) or "magic" in str(error)]
+        found = [
+            error
+            for error in mesh.server_errors
+            if "mismatch" in str(error) or "magic" in str(error)
+        ]
         assert len(found) == 1 and isinstance(found[0], ExchangeError)
         assert (found[0].rank, found[0].phase, found[0].step) == (0, "dispatch", 0)
 

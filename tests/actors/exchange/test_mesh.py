@@ -1,12 +1,14 @@
 """The mesh gives what one process gives, whatever the routing, sizes, layout and neighbours."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from expertmesh.actors.exchange.mesh import MeshExchange
 from expertmesh.actors.exchange.settings import ExchangeSettings
-from tests.actors.exchange.toy import Shape, ThreadMesh, in_threads
+from tests.actors.exchange.toy import Rows, Shape, ThreadMesh, in_threads
 
 LAYOUTS = ["exact", "padded"]
 
@@ -15,7 +17,7 @@ def settings(layout: str, **more: object) -> ExchangeSettings:
     return ExchangeSettings(layout=layout, deadline_s=5.0, **{"max_rows": 64, **more})
 
 
-def one_step(exchange: MeshExchange, shape: Shape, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def one_step(exchange: MeshExchange, shape: Shape, batch: Rows) -> Tensor:
     """All layers with the same rows, stacked."""
     exchange.begin_step(batch[0].shape[0])
     sums = [exchange.combine(exchange.dispatch(layer, *batch)) for layer in shape.layers]
@@ -23,7 +25,13 @@ def one_step(exchange: MeshExchange, shape: Shape, batch: tuple[Tensor, Tensor, 
     return torch.stack(sums)
 
 
-def expected(mesh: ThreadMesh, shape: Shape, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def step_of_all(mesh: ThreadMesh, shape: Shape, batches: list[Rows]) -> list[Tensor]:
+    """Every replica takes the same step with rows of its own."""
+    pairs = zip(mesh.exchanges, batches, strict=True)
+    return in_threads([partial(one_step, exchange, shape, rows) for exchange, rows in pairs])
+
+
+def expected(mesh: ThreadMesh, shape: Shape, batch: Rows) -> Tensor:
     oracle = shape.oracle(mesh.roster)
     return torch.stack([oracle.combine(oracle.dispatch(la, *batch)) for la in shape.layers])
 
@@ -68,7 +76,11 @@ def test_every_token_on_one_actor(poison: None, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_actor_without_experts_in_a_layer(layout: str) -> None:
-    placed = {1: [[0, 1, 2, 3, 4, 5, 6], []], 2: [[], [0, 1, 2, 3, 4, 5, 6]], 4: [[6, 0], [1, 2, 3, 4, 5]]}
+    placed = {
+        1: [[0, 1, 2, 3, 4, 5, 6], []],
+        2: [[], [0, 1, 2, 3, 4, 5, 6]],
+        4: [[6, 0], [1, 2, 3, 4, 5]],
+    }
     shape = Shape(placed=placed, settings=settings(layout))
     with ThreadMesh(shape) as mesh:
         batch = shape.rows(9)
@@ -92,7 +104,9 @@ def test_two_micro_batches_in_flight(poison: None, layout: str) -> None:
         exchange, oracle = mesh.exchanges[0], shape.oracle(mesh.roster)
         halves = [shape.rows(11, 1), shape.rows(5, 2)]
         exchange.begin_step(11, 2)
-        flying = [exchange.dispatch(shape.layers[0], *half, micro) for micro, half in enumerate(halves)]
+        flying = [
+            exchange.dispatch(shape.layers[0], *half, micro) for micro, half in enumerate(halves)
+        ]
         for layer, following in zip(shape.layers, (*shape.layers[1:], None), strict=True):
             for micro, half in enumerate(halves):
                 got = exchange.combine(flying[micro])
@@ -108,9 +122,7 @@ def test_two_replicas_with_work_of_their_own(poison: None, layout: str) -> None:
     with ThreadMesh(shape) as mesh:
         for step, counts in enumerate([(3, 4), (1, 0), (0, 20), (17, 40), (2, 2)]):
             batches = [shape.rows(count, 10 * step + r) for r, count in enumerate(counts)]
-            got = in_threads(
-                [lambda r=r: one_step(mesh.exchanges[r], shape, batches[r]) for r in range(2)]
-            )
+            got = step_of_all(mesh, shape, batches)
             for r in range(2):
                 assert torch.equal(got[r], expected(mesh, shape, batches[r]))
         # The rows of both replicas went through one call per layer.
@@ -166,9 +178,7 @@ def test_narrow_dispatch_is_close(layout: str, dtype: str, limit: float) -> None
     with ThreadMesh(shape) as mesh:
         batches = [shape.rows(9, 1), shape.rows(4, 2)]
         batches[0][0][3] = 0  # a row of zeros has no scale of its own
-        got = in_threads(
-            [lambda r=r: one_step(mesh.exchanges[r], shape, batches[r]) for r in range(2)]
-        )
+        got = step_of_all(mesh, shape, batches)
         for r in range(2):
             want = expected(mesh, shape, batches[r])
             assert (got[r] - want).abs().max() < limit * want.abs().max()

@@ -1,8 +1,10 @@
 """A mesh of toy experts: ranks as threads of one process, or as processes where one must die."""
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from expertmesh.actors.exchange.serve import MeshServer
 from expertmesh.actors.exchange.settings import ExchangeSettings
 
 HOST = "127.0.0.1"
+Rows = tuple[Tensor, Tensor, Tensor]
 
 
 class ToyBank:
@@ -32,9 +35,7 @@ class ToyBank:
     def local_slots(self, layer: int, ids_TK: Tensor) -> Tensor:
         return self._slots[layer][ids_TK]
 
-    def partial_sum(
-        self, layer: int, z_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
+    def partial_sum(self, layer: int, z_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         assert z_TD.shape[0] == slots_TK.shape[0] == weights_TK.shape[0]
         self.seen.append((layer, z_TD.shape[0]))
         y_TD = torch.zeros(z_TD.shape, dtype=torch.float32)
@@ -48,11 +49,10 @@ class ToyBank:
         return y_TD
 
 
-
 def contiguous(layers: Sequence[int], num_experts: int, actors: int) -> dict[int, list[list[int]]]:
     cuts = [num_experts * a // actors for a in range(actors + 1)]
-    held = [list(range(b, e)) for b, e in zip(cuts, cuts[1:], strict=False)]
-    return {layer: held for layer in layers}
+    held = [list(range(begin, end)) for begin, end in itertools.pairwise(cuts)]
+    return dict.fromkeys(layers, held)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Shape:
     def oracle(self, roster: Roster) -> LocalExchange:
         return LocalExchange(*(self.bank(roster, actor) for actor in range(self.experts)))
 
-    def rows(self, count: int, seed: int = 0, among: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self, count: int, seed: int = 0, among: Sequence[int] | None = None) -> Rows:
         """Random latents, distinct expert ids per row, router weights."""
         generator = torch.Generator().manual_seed(seed)
         pool = torch.tensor(list(among or range(self.num_experts)))
@@ -152,9 +152,9 @@ class ThreadMesh:
             assert not thread.is_alive(), "an expert rank did not end"
 
 
-def in_threads(work: Sequence[Callable[[], object]]) -> list[object]:
+def in_threads(work: Sequence[Callable[[], Any]]) -> list[Any]:
     """Runs all at once; the first exception is raised after all have ended."""
-    results: list[object] = [None] * len(work)
+    results: list[Any] = [None] * len(work)
     errors: list[BaseException] = []
 
     def run(index: int) -> None:
