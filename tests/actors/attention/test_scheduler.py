@@ -107,6 +107,61 @@ def test_light_ones_pass_a_heavy_one_a_bounded_number_of_times() -> None:
     check_idle(engine)
 
 
+def test_a_heavy_one_does_not_evict_equals_that_passed_it() -> None:
+    engine = fake_engine(pages=10, slots=8)
+    engine.submit(request("holder", [1] * 200, 8))
+    engine.step()
+    engine.submit(request("heavy", [2] * (7 * 64), 1))
+    for i in range(2):
+        engine.submit(request(f"light{i}", [3 + i] * 100, 40))
+    engine.step()
+    assert names(engine) == ["holder", "light0", "light1"]
+    finish(engine)
+    assert engine.scheduler.preemptions == 0
+    check_idle(engine)
+
+
+def test_the_youngest_makes_room_and_nobody_takes_it() -> None:
+    # Three of 2 pages each in a pool of 7: the first to open a third page takes the last free one.
+    engine = fake_engine(pages=7, slots=8)
+    for i, length in enumerate((122, 119, 116)):
+        engine.submit(request(f"r{i}", [i + 1] * length, 60))
+        engine.step()
+    assert names(engine) == ["r0", "r1", "r2"]
+    while engine.pages.free and engine.has_work:
+        engine.step()
+    engine.submit(request("late", [9], 1))
+    while not engine.scheduler.preemptions and engine.has_work:
+        engine.step()
+        check_books(engine)
+    # r2's second page is not handed to the newcomer in the step that took it away.
+    assert names(engine) == ["r0", "r1"] and engine.pages.free == 1
+    finish(engine)
+    check_idle(engine)
+
+
+def test_head_room_at_admission_doubles_with_each_preemption() -> None:
+    engine = fake_engine(pages=20, slots=8, watermark=0.1)
+    engine.submit(request("r", [1] * 64, 64 * 15))
+    engine.step()
+    (seq,) = engine.scheduler.running
+    room = [engine.scheduler._pages_to_start(seq)]
+    for _ in range(4):
+        engine.scheduler.preempt(seq)
+        room.append(engine.scheduler._pages_to_start(seq))
+        engine.step()
+    assert [free for _, free in room] == [2 + 2, 2 + 4, 2 + 8, 16, 16]  # 16 is all it can ever use
+    engine.submit(request("next", [2] * (64 * 15), 100))  # 15 pages and 2 to grow, 18 are free
+    engine.step()
+    assert names(engine) == ["r", "next"]
+    engine.submit(request("last", [3] * 64, 100))  # 1 page and 1 to grow, 3 are free
+    engine.step()
+    assert names(engine) == ["r", "next", "last"]
+    engine.submit(request("waits", [3] * 10, 100))  # 1 page and 1 to grow, but the last grew
+    engine.step()
+    assert names(engine) == ["r", "next", "last"]
+
+
 def test_urgent_one_takes_a_slot_at_once() -> None:
     # D11: both slots held by low priority; the urgent one is in the very next step.
     engine = fake_engine(slots=2)

@@ -80,17 +80,20 @@ def test_refusal_and_admission_use_the_same_arithmetic() -> None:
     capacity = 4 * 64
     for length in range(capacity - 128, capacity + 3):
         for max_tokens in (1, 2):
-            engine = fake_engine(pages=4, slots=2)
+            engine, taken = fake_engine(pages=4, slots=2), True
             try:
                 engine.submit(request("big", [1 + length % 90] * length, max_tokens))
             except RequestRefused as refused:
                 assert length + max_tokens - 1 > capacity
                 assert str(length) in str(refused)
+                taken = False
             else:
                 assert length + max_tokens - 1 <= capacity
             engine.submit(request("short", [5, 6], 2))
             answers = finish(engine, max_steps=50)
             assert answers["short"].finish_reason == "length"
+            if taken:
+                assert len(answers["big"].token_ids) == max_tokens
             check_idle(engine)
 
 
