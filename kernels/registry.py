@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any
+
+from torch import Tensor
 
 BACKENDS = ("auto", "torch", "reference")
 
@@ -32,22 +33,22 @@ class Kernels:
     """Every operator of the model, from one backend; signatures as in `<op>/torch_ops.py`."""
 
     backend: str
-    pack_linear: Callable[..., Any]
-    rms_norm: Callable[..., Any]
-    gated_rms_norm: Callable[..., Any]
-    attn_res_mix: Callable[..., Any]
-    kda_decode: Callable[..., Any]
-    kda_prefill: Callable[..., Any]
-    mla_decode: Callable[..., Any]
-    mla_prefill: Callable[..., Any]
-    route: Callable[..., Any]
-    glu: Callable[..., Any]
-    experts_partial_sum: Callable[..., Any]
-    mxfp4_decode: Callable[..., Any]
-    mxfp4_encode: Callable[..., Any]
-    sample: Callable[..., Any]
-    log_probs: Callable[..., Any]
-    counter_uniform: Callable[..., Any]
+    pack_linear: Callable[[Tensor], Callable[[Tensor], Tensor]]
+    rms_norm: Callable[..., Tensor]
+    gated_rms_norm: Callable[..., Tensor]
+    attn_res_mix: Callable[..., Tensor]
+    kda_decode: Callable[..., Tensor]
+    kda_prefill: Callable[..., Tensor]
+    mla_decode: Callable[..., Tensor]
+    mla_prefill: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    glu: Callable[..., Tensor]
+    experts_partial_sum: Callable[..., Tensor]
+    mxfp4_decode: Callable[..., Tensor]
+    mxfp4_encode: Callable[..., tuple[Tensor, Tensor]]
+    sample: Callable[..., Tensor]
+    log_probs: Callable[..., Tensor]
+    counter_uniform: Callable[[int, int], float]
 
 
 def load_kernels(backend: str = "auto") -> Kernels:

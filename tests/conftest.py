@@ -1,4 +1,4 @@
-"""Shared fixtures. Threads are pinned before torch loads: two threads on a busy core stall each other."""
+"""Threads are pinned before torch loads: two threads on one busy core stall each other."""
 
 import os
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class ExchangeError(RuntimeError):
-    """A step of the exchange failed. Names who, where and when, so that a stall is never a riddle."""
+    """A step of the exchange failed. Names who, where and when: a stall is never a riddle."""
 
     def __init__(self, rank: int, layer: int, phase: str, step: int, reason: str) -> None:
         super().__init__(f"rank {rank}, layer {layer}, {phase}, step {step}: {reason}")

@@ -68,9 +68,7 @@ class ExpertBank:
 
     @property
     def packed_bytes(self) -> int:
-        return sum(
-            _nbytes(matrix) for e in self._stored.values() for matrix in (e.w1, e.w2, e.w3)
-        )
+        return sum(_nbytes(matrix) for e in self._stored.values() for matrix in (e.w1, e.w2, e.w3))
 
     @property
     def cached_bytes(self) -> int:
@@ -96,9 +94,7 @@ class ExpertBank:
                 self._cached -= evicted.nbytes
         return made.w13, made.w2
 
-    def partial_sum(
-        self, layer: int, z_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
+    def partial_sum(self, layer: int, z_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum over the experts held here, fp32 [T, D]; zero rows where there are none."""
         return self._kernels.experts_partial_sum(
             z_TD, slots_TK, weights_TK, lambda slot: self.weights(layer, slot), self._glu
@@ -123,7 +119,8 @@ def _own(expert: ExpertWeights, device: torch.device) -> ExpertWeights:
 
     def move(matrix: PackedMatrix | Tensor) -> PackedMatrix | Tensor:
         if isinstance(matrix, PackedMatrix):
-            return PackedMatrix(matrix.packed.to(device, copy=True), matrix.scale.to(device, copy=True))
+            packed = matrix.packed.to(device, copy=True)
+            return PackedMatrix(packed, matrix.scale.to(device, copy=True))
         return matrix.to(device, copy=True)
 
     return ExpertWeights(move(expert.w1), move(expert.w2), move(expert.w3))

@@ -60,7 +60,7 @@ class Kda:
 
     def __call__(self, x_TH: Tensor, batch: Batch, conv: Tensor, state: Tensor) -> Tensor:
         rows, decode = x_TH.shape[0], len(batch.decode_spans)
-        qkv, gate, decay, beta = self.project(x_TH).split(self.widths, dim=1)
+        qkv, gate, decay, beta = torch.split(self.project(x_TH), self.widths, dim=1)
         z_THD = self.decay_up(decay).view(rows, self.heads, self.dim)
         if self.gate_up is not None:
             gate = self.gate_up(gate)
@@ -82,15 +82,12 @@ class Kda:
                     qkv[:d], z_THD[:d], beta[:d], *constants, batch.slots_D
                 )
             if batch.prefill_spans:
-                spans = [
-                    (s.slot, s.row, s.row + s.length, s.position) for s in batch.prefill_spans
-                ]
+                spans = [(s.slot, s.row, s.row + s.length, s.position) for s in batch.prefill_spans]
                 o_THD += self.kernels.kda_prefill(qkv, z_THD, beta, *constants, spans)
         gate_THD = gate.view(rows, self.heads, self.dim)
         o_THD = self.kernels.gated_rms_norm(o_THD.to(x_TH.dtype), self.w_norm, gate_THD, self.eps)
         # The norm's weight is fp32 in the checkpoint and lifts the product to fp32.
-        out: Tensor = self.out(o_THD.reshape(rows, -1).to(x_TH.dtype))
-        return out
+        return self.out(o_THD.reshape(rows, -1).to(x_TH.dtype))
 
 
 class Mla:
@@ -125,7 +122,7 @@ class Mla:
 
     def __call__(self, x_TH: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         rows, decode, norm = x_TH.shape[0], len(batch.decode_spans), self.kernels.rms_norm
-        q, kv, *gate = self.project(x_TH).split(self.widths, dim=1)
+        q, kv, *gate = torch.split(self.project(x_TH), self.widths, dim=1)
         if self.q_up is not None:
             q = self.q_up(norm(q, self.q_norm, LORA_NORM_EPS))
         q_n, q_r = q.view(rows, self.heads, -1).split([self.nope, self.rope], dim=2)
@@ -144,11 +141,10 @@ class Mla:
                 q_n, q_r, cache, self.w_k_HdR, self.w_v_HvR, spans, self.scale
             )
             out_THv[decode : batch.rows] = prefill_THv[decode : batch.rows]
-        out: Tensor = out_THv.view(rows, -1)
+        out = out_THv.view(rows, -1)
         if gate:
             out = out * sigmoid(gate[0])
-        out = self.out(out)
-        return out
+        return self.out(out)
 
     def _decode(self, q_n: Tensor, q_r: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Absorbed form: scores against the latents themselves. -> [D, H, v]."""
@@ -180,7 +176,6 @@ class Router:
         self.scaling = config.routed_scaling
 
     def __call__(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = self.kernels.route(
+        return self.kernels.route(
             self.score(x_TH.float()), self.bias, self.top_k, self.renormalize, self.scaling
         )
-        return ids_TK, weights_TK

@@ -39,9 +39,9 @@ class RoutingTrace:
 
     def rows(self, begin: int, end: int) -> Tensor:
         """int16 [end - begin, MoE layers, K]."""
-        return torch.stack(
-            [self.layers[i][begin:end] for i in sorted(self.layers)], dim=1
-        ).to(torch.int16)
+        return torch.stack([self.layers[i][begin:end] for i in sorted(self.layers)], dim=1).to(
+            torch.int16
+        )
 
 
 class LatentMoe:
@@ -197,7 +197,7 @@ class Model:
             routed_TD = _pad_rows(exchange.combine(pending), x_TH.shape[0])
             residual.add_ffn(ffn.finish(routed_TD, x_TH, shared_TH))
         last_RH = residual.output()[_padded_index(batch.logit_rows_R)]
-        logits_RV: Tensor = self.head(norm(last_RH, self.w_norm, eps)).float()
+        logits_RV = self.head(norm(last_RH, self.w_norm, eps)).float()
         return logits_RV[: batch.logit_rows_R.shape[0]]
 
     def _embed(self, batch: Batch) -> Residual:

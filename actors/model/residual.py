@@ -3,9 +3,9 @@
 Both answer the same four questions, so the model's layer loop knows no family.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from expertmesh.actors.model.config import ModelConfig
@@ -44,7 +44,7 @@ class PlainResidual:
 class AttnResWeights:
     """One score vector (norm ∘ proj, fp32 [H]) per site: attention, FFN of each layer, output."""
 
-    def __init__(self, config: ModelConfig, read_f32: "Reader") -> None:
+    def __init__(self, config: ModelConfig, read_f32: Callable[[str], Tensor]) -> None:
         def score(stem: str) -> Tensor:
             return read_f32(f"{stem}_norm.weight") * read_f32(f"{stem}_proj.weight").view(-1)
 
@@ -54,10 +54,6 @@ class AttnResWeights:
         self.ffn = [score(f"model.layers.{i}.mlp_res") for i in layers]
         self.output = score("model.output_attn_res")
         self.sources = -(-config.num_layers // self.block) + 1
-
-
-class Reader(Protocol):
-    def __call__(self, name: str) -> Tensor: ...
 
 
 class BlockResidual:

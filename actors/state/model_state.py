@@ -39,9 +39,7 @@ class ModelState:
         rank = config.kv_lora_rank + config.qk_rope_head_dim
         self.pages, self.slots = pages, slots
         self.latents = torch.zeros(mla, pages * PAGE_TOKENS, rank, dtype=dtype, device=device)
-        self.kda = torch.zeros(
-            kda, slots, heads, width, width, dtype=torch.float32, device=device
-        )
+        self.kda = torch.zeros(kda, slots, heads, width, width, dtype=torch.float32, device=device)
         self.conv = torch.zeros(
             kda, slots, config.conv_kernel - 1, 3 * heads * width, dtype=dtype, device=device
         )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from expertmesh.kernels.linear import reference, torch_ops
 from expertmesh.kernels.linear.torch_ops import PREPACK_ELEMENTS
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from expertmesh.actors.exchange.base import Exchange, LocalExchange
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.model.batch import PAGE_TOKENS, Batch, Span
@@ -11,7 +13,6 @@ from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.model import Model, RoutingTrace
 from expertmesh.kernels.registry import load_kernels
-from torch import Tensor
 
 
 def split_experts(count: int, actors: int) -> list[list[int]]:
@@ -24,8 +25,14 @@ class Runner:
     """A float32 model with `slots` sequences of up to `pages_each` pages."""
 
     def __init__(
-        self, folder: Path, *, slots: int = 4, pages_each: int = 4, banks: int = 1,
-        backend: str = "auto", cache_bytes: int = 1 << 30,
+        self,
+        folder: Path,
+        *,
+        slots: int = 4,
+        pages_each: int = 4,
+        banks: int = 1,
+        backend: str = "auto",
+        cache_bytes: int = 1 << 30,
     ) -> None:
         self.config = load_config(folder)
         self.kernels = load_kernels(backend)
@@ -33,8 +40,12 @@ class Runner:
         self.model = Model(self.config, self.kernels, source)
         self.banks = [
             ExpertBank(
-                self.config, self.kernels, dict.fromkeys(self.config.moe_layers, ids), source,
-                dtype=torch.float32, cache_bytes=cache_bytes,
+                self.config,
+                self.kernels,
+                dict.fromkeys(self.config.moe_layers, ids),
+                source,
+                dtype=torch.float32,
+                cache_bytes=cache_bytes,
             )
             for ids in split_experts(self.config.num_experts, banks)
         ]
@@ -48,8 +59,11 @@ class Runner:
         self.length[slot] = 0
 
     def step(
-        self, work: Sequence[tuple[int, list[int], bool]], trace: RoutingTrace | None = None,
-        *, ping_pong: bool = False,
+        self,
+        work: Sequence[tuple[int, list[int], bool]],
+        trace: RoutingTrace | None = None,
+        *,
+        ping_pong: bool = False,
     ) -> Tensor:
         """work: (slot, token ids, is decode), decodes first. Logits of every row, fp32 [T, V]."""
         spans, ids = [], []
@@ -66,9 +80,7 @@ class Runner:
 
     def prefill(self, slot: int, ids: list[int], chunk: int = 1 << 30) -> Tensor:
         """Logits of every prompt row, prefilled in pieces of `chunk` tokens."""
-        rows = [
-            self.step([(slot, ids[i : i + chunk], False)]) for i in range(0, len(ids), chunk)
-        ]
+        rows = [self.step([(slot, ids[i : i + chunk], False)]) for i in range(0, len(ids), chunk)]
         return torch.cat(rows)
 
     def greedy(self, slot: int, last_logits_V: Tensor, count: int) -> list[int]:

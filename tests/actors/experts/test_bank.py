@@ -1,15 +1,13 @@
 """The expert bank: packed in memory, bounded cache, partial sums that add up over banks."""
 
-from pathlib import Path
-
 import pytest
 import torch
+
 from expertmesh.actors.exchange.base import LocalExchange
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import ModelConfig, load_config
 from expertmesh.kernels.registry import load_kernels
-
 from tests.support.checkpoints import write_checkpoint
 from tests.support.runner import split_experts
 
@@ -28,8 +26,12 @@ def bank(
 ) -> ExpertBank:
     config, source = opened
     return ExpertBank(
-        config, load_kernels(), {layer: ids for layer in config.moe_layers}, source,
-        dtype=torch.float32, cache_bytes=cache_bytes,
+        config,
+        load_kernels(),
+        dict.fromkeys(config.moe_layers, ids),
+        source,
+        dtype=torch.float32,
+        cache_bytes=cache_bytes,
     )
 
 
@@ -41,17 +43,17 @@ def routed(config: ModelConfig, rows: int) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 @pytest.mark.parametrize("actors", [2, 3, 7])
-def test_banks_together_equal_one_bank(
-    opened: tuple[ModelConfig, Checkpoint], actors: int
-) -> None:
+def test_banks_together_equal_one_bank(opened: tuple[ModelConfig, Checkpoint], actors: int) -> None:
     config, _ = opened
     layer = config.moe_layers[-1]
     z, ids, weights = routed(config, 19)
     one = LocalExchange(bank(opened, list(range(EXPERTS))))
     many = LocalExchange(*[bank(opened, part) for part in split_experts(EXPERTS, actors)])
     torch.testing.assert_close(
-        many.dispatch(layer, z, ids, weights), one.dispatch(layer, z, ids, weights),
-        atol=1e-5, rtol=1e-5,
+        many.dispatch(layer, z, ids, weights),
+        one.dispatch(layer, z, ids, weights),
+        atol=1e-5,
+        rtol=1e-5,
     )
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from expertmesh.actors.model.model import RoutingTrace
 from safetensors.torch import load_file
 
+from expertmesh.actors.model.model import RoutingTrace
 from tests.support.checkpoints import write_checkpoint
 from tests.support.golden import GOLDEN
 from tests.support.runner import Runner
@@ -97,7 +97,13 @@ def test_rows_do_not_depend_on_their_batch(odd_model: Path) -> None:
     for slot in (0, 1, 2):
         assert torch.equal(together.prefill(slot, prompts[slot]), expected[slot][0])
     mixed = together.step(
-        [(0, [5], True), (1, [5], True), (2, [5], True), (3, prompts[3], False), (4, prompts[4], False)]
+        [
+            (0, [5], True),
+            (1, [5], True),
+            (2, [5], True),
+            (3, prompts[3], False),
+            (4, prompts[4], False),
+        ]
     )
     rows = [(0, 1, expected[0][1]), (1, 2, expected[1][1]), (2, 3, expected[2][1])]
     rows += [(3, 133, expected[3][0]), (133, 134, expected[4][0])]
