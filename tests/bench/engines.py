@@ -1,4 +1,4 @@
-"""Engines built by hand, without Ray or HTTP: one process, or the experts in processes of their own.
+"""Engines built by hand, without Ray or HTTP: one process, or experts in processes of their own.
 
 What the product adds around them is measured by `http` and `two_tier`; these serve the profile and
 the engine's own numbers.
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.base import Exchange, LocalExchange
@@ -27,6 +28,7 @@ from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import ModelConfig, load_config
 from expertmesh.actors.model.model import Model
 from expertmesh.kernels.registry import load_kernels
+from tests.support.runner import split_experts
 
 HOST = "127.0.0.1"
 CACHE_BYTES = 4 << 30  # all experts of the measured models stay decoded, in every system
@@ -39,7 +41,8 @@ def settings(**overrides: object) -> EngineSettings:
     return EngineSettings(**{"pages": pages, "slots": SLOTS} | overrides)  # type: ignore[arg-type]
 
 
-def _bank(source: Checkpoint, config: ModelConfig, placed: dict[int, list[int]]) -> ExpertBank:
+def _bank(source: Checkpoint, config: ModelConfig, held: list[int]) -> ExpertBank:
+    placed = dict.fromkeys(config.moe_layers, held)
     return ExpertBank(
         config, load_kernels(), placed, source, dtype=torch.float32, cache_bytes=CACHE_BYTES
     )
@@ -57,8 +60,7 @@ def local_engine(folder: Path, options: EngineSettings | None = None) -> Engine:
     """Everything in this process."""
     config = load_config(folder)
     source = Checkpoint.open(folder, config)
-    placed = dict.fromkeys(config.moe_layers, list(range(config.num_experts)))
-    exchange = LocalExchange(_bank(source, config, placed))
+    exchange = LocalExchange(_bank(source, config, list(range(config.num_experts))))
     return _engine(source, config, exchange, options or settings())
 
 
@@ -69,8 +71,7 @@ def mesh_engine(
     """The attention half here, `experts` processes with `threads` each for the rest."""
     config = load_config(folder)
     source = Checkpoint.open(folder, config)
-    cuts = [config.num_experts * actor // experts for actor in range(experts + 1)]
-    held = [list(range(begin, end)) for begin, end in zip(cuts, cuts[1:], strict=False)]
+    held = split_experts(config.num_experts, experts)
     store, address = open_store(HOST)
     roster = Roster(1, 1, experts, dict.fromkeys(config.moe_layers, held), address)
     shape = {"width": config.latent_size, "top_k": config.experts_per_token}
@@ -106,7 +107,7 @@ def _serve_experts(folder: Path, held: list[list[int]], actor: int, store: list[
     address = (str(host), int(str(port)))
     roster = Roster(1, 1, len(held), dict.fromkeys(config.moe_layers, held), address)
     source = Checkpoint.open(folder, config)
-    bank = _bank(source, config, dict.fromkeys(config.moe_layers, held[actor]))
+    bank = _bank(source, config, held[actor])
     server = MeshServer(
         roster, 1 + actor, ExchangeSettings(), bank, width=config.latent_size,
         top_k=config.experts_per_token, dtype=torch.float32, host=HOST,

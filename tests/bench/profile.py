@@ -6,18 +6,16 @@ processes of their own, `exchange: wait` is what the attention half waits for th
 
 import argparse
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from expertmesh.actors.attention.engine import Engine
-from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import engines, machine, models
+from expertmesh.actors.attention.engine import Engine
+from tests.bench import engines, load, machine, models
 from tests.bench.timers import Parts, timed_parts
-
-PROMPT_TOKENS = 32
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
@@ -35,39 +33,34 @@ def main(arguments: list[str]) -> dict[str, Any]:
             results += _profile(model, mode, options.concurrency, options.steps)
     _print(results)
     return {"bench": "profile", "machine": machine.facts(), "threads": options.threads,
-            "prompt_tokens": PROMPT_TOKENS, "results": results}  # fmt: skip
+            "prompt_tokens": load.PROMPT_TOKENS, "results": results}  # fmt: skip
 
 
-def _profile(
-    model: str, mode: str, concurrencies: list[int], steps: int
-) -> list[dict[str, Any]]:
+def _profile(model: str, mode: str, concurrencies: list[int], steps: int) -> list[dict[str, Any]]:
     folder = models.checkpoint(model)
-    with timed_parts() as parts:
+    with timed_parts() as parts, ExitStack() as stack:
         if mode == "one_process":
             engine = engines.local_engine(folder)
-            return [_measure(engine, parts, model, mode, n, steps) for n in concurrencies]
-        with engines.mesh_engine(folder) as engine:
-            return [_measure(engine, parts, model, mode, n, steps) for n in concurrencies]
+        else:
+            engine = stack.enter_context(engines.mesh_engine(folder))
+        parts.watch_head(engine.model)  # type: ignore[arg-type]
+        return [_measure(engine, parts, model, mode, n, steps) for n in concurrencies]
 
 
 def _measure(
     engine: Engine, parts: Parts, model: str, mode: str, concurrency: int, steps: int
 ) -> dict[str, Any]:
     """`steps` decode steps of `concurrency` requests, after prompts and a warm-up."""
-    vocab = engine.model.config.vocab_size
     warm_up = max(5, steps // 10)
-    params = SamplingParams(max_tokens=warm_up + steps + 10, temperature=0.0, ignore_eos=True)
-    for n in range(concurrency):
-        prompt = torch.randint(
-            3, vocab, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(n)
-        ).tolist()
-        engine.submit(GenerateRequest(f"{mode}-{concurrency}-{n}", prompt, params))
-    while engine.stats().generation_tokens < concurrency * warm_up or engine.stats().waiting:
-        engine.step()
-        if engine.stats().running == concurrency and engine.stats().waiting == 0:
-            break
+    spare = 64  # the prompts of many requests take several steps, in which others decode already
+    batch = load.prompts(concurrency, engine.model.config.vocab_size)
+    for n, prompt in enumerate(batch):
+        engine.submit(load.greedy(f"{mode}-{concurrency}-{n}", prompt, warm_up + steps + spare))
+    prompts_done = engine.stats().prompt_tokens + sum(map(len, batch))
+    while engine.stats().prompt_tokens < prompts_done:
+        _step(engine)
     for _ in range(warm_up):
-        engine.step()
+        _step(engine)
     parts.clear()
     start, start_cpu = time.perf_counter(), time.thread_time()
     for _ in range(steps):
@@ -85,9 +78,14 @@ def _measure(
         "calls": {part: calls / steps for part, calls in sorted(parts.calls.items())},
     }
     while engine.has_work:
-        engine.step()
-    assert engine.failed is None, engine.failed
+        _step(engine)
     return result
+
+
+def _step(engine: Engine) -> None:
+    engine.step()
+    if engine.failed is not None:
+        raise RuntimeError(engine.failed)
 
 
 def _print(results: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Turn a K3 checkpoint into GGUF with llama.cpp's own converter. Runs in the converter's environment:
+"""Turn a K3 checkpoint into GGUF with llama.cpp's own converter, in the converter's environment:
 `python gguf_convert.py LLAMA_CPP_TREE CHECKPOINT OUT.gguf f32|mxfp4`.
 
 Everything outside the experts becomes F32. The experts become F32 (exact: llama.cpp then computes

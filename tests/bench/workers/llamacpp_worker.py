@@ -16,10 +16,16 @@ from protocol import Clock, serve
 CONTEXT_TOKENS = 1024  # of each sequence
 
 
+@ll.llama_log_callback
+def _quiet(level: int, text: bytes, data: Any) -> None:
+    """The default prints a page per context."""
+
+
 class LlamaCpp:
     def __init__(self, options: dict[str, Any]) -> None:
         self.threads = int(os.environ["OMP_NUM_THREADS"])
         self.storage = options["storage"]
+        ll.llama_log_set(_quiet, ctypes.c_void_p(0))
         ll.llama_backend_init()
         self.model = ll.llama_model_load_from_file(
             options["checkpoint"].encode(), ll.llama_model_default_params()
@@ -49,13 +55,12 @@ class LlamaCpp:
 
     def generate(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
         context = self._context(len(prompts))
-        clock = Clock()
+        clock = Clock(len(prompts))
         ids: list[list[int]] = []
-        # llama.cpp cuts a batch into equal parts per sequence by itself.
         for sequence, prompt in enumerate(prompts):
             rows = self._decode(context, [(sequence, at, token) for at, token in enumerate(prompt)])
             ids.append([int(rows[-1].argmax())])
-        clock.all_have_first()
+            clock.ids(1, first_of=1)
         for step in range(1, new):
             batch = [
                 (sequence, len(prompt) + step - 1, ids[sequence][-1])
@@ -63,6 +68,8 @@ class LlamaCpp:
             ]
             for sequence, row in enumerate(self._decode(context, batch, every=True)):
                 ids[sequence].append(int(row.argmax()))
+            clock.ids(len(prompts))
+        clock.finished()
         return clock.timing(ids)
 
     def _context(self, sequences: int) -> Any:
@@ -98,8 +105,7 @@ class LlamaCpp:
 
     def _row(self, context: Any, at: int) -> np.ndarray[Any, Any]:
         pointer = ll.llama_get_logits_ith(context, at)
-        kind = ctypes.c_float * self.vocab
-        return np.frombuffer(kind.from_address(ctypes.addressof(pointer.contents)), np.float32).copy()
+        return np.ctypeslib.as_array(pointer, (self.vocab,)).copy()
 
 
 if __name__ == "__main__":

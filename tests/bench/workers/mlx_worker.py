@@ -37,18 +37,19 @@ class Mlx:
         generator = BatchGenerator(
             self.model, max_tokens=new, completion_batch_size=count, prefill_batch_size=count
         )
-        clock = Clock()
+        clock = Clock(count)
         order = {uid: at for at, uid in enumerate(generator.insert(prompts))}
         ids: list[list[int]] = [[] for _ in prompts]
-        waiting, open_requests = count, count
+        open_requests = count
         while open_requests:
-            for response in generator.next_generated():
-                sequence = ids[order[response.uid]]
-                sequence.append(response.token)
-                waiting -= len(sequence) == 1
-                open_requests -= response.finish_reason is not None
-            if not waiting and not clock.first:
-                clock.all_have_first()
+            responses = generator.next_generated()
+            for response in responses:
+                ids[order[response.uid]].append(response.token)
+            clock.ids(len(responses), sum(len(ids[order[r.uid]]) == 1 for r in responses))
+            ended = sum(response.finish_reason is not None for response in responses)
+            open_requests -= ended
+            if ended:
+                clock.finished()
         timing = clock.timing(ids)
         generator.close()
         return timing

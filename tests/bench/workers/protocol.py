@@ -3,9 +3,9 @@
 Every system (ours and the peers) answers the same three questions, so that one driver can alternate
 between systems that are all alive. A worker runs in its own environment and imports only this file.
 
-  {"op": "score", "ids": [...]}            -> {"argmax": [...], "logprob": [...]}   per prompt position
-  {"op": "generate", "prompts": [[...]], "new": n} -> Timing   greedy, exactly n new ids for each
-  {"op": "facts"}                          -> versions, threads, storage of the weights
+  {"op": "score", "ids": [...]} -> {"argmax": [...], "logprob": [...]}, one entry per position
+  {"op": "generate", "prompts": [[...]], "new": n} -> Clock.timing; greedy, n new ids for each
+  {"op": "facts"} -> versions, threads, storage of the weights
 """
 
 import json
@@ -30,26 +30,39 @@ class System(Protocol):
 
 
 class Clock:
-    """The two phases of a closed batch: until every request has its first id, and after that."""
+    """Rates of a closed batch. Decoding is the time in which all requests generate: from the last
+    one's first id to the first one's end."""
 
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.first = 0.0
+    def __init__(self, requests: int) -> None:
+        self._start = time.perf_counter()
+        self._requests = self._without_id = requests
+        self._ids = 0
+        self._first: tuple[float, int] | None = None
+        self._end: tuple[float, int] | None = None
 
-    def all_have_first(self) -> None:
-        self.first = time.perf_counter()
+    def ids(self, count: int, first_of: int = 0) -> None:
+        """`count` ids have come; for `first_of` requests they are the first ones."""
+        self._ids += count
+        self._without_id -= first_of
+        if self._first is None and self._without_id == 0:
+            self._first = time.perf_counter(), self._ids
+
+    def finished(self) -> None:
+        """A request has all its ids."""
+        if self._end is None:
+            self._end = time.perf_counter(), self._ids
 
     def timing(self, ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """`decode_tokens_per_s` counts the ids after each request's first one."""
-        end = time.perf_counter()
-        after_first = sum(len(sequence) - 1 for sequence in ids)
-        total = sum(len(sequence) for sequence in ids)
+        """Call when all is done. `ids`: the generated ids of each request."""
+        now = time.perf_counter()
+        assert self._first is not None and self._end is not None
+        (first, before), (end, after) = self._first, self._end
         return {
-            "ids": [list(map(int, sequence)) for sequence in ids],
-            "prefill_s": self.first - self.start,
-            "decode_s": end - self.first,
-            "decode_tokens_per_s": after_first / (end - self.first),
-            "total_tokens_per_s": total / (end - self.start),
+            "ids": [[int(token) for token in sequence] for sequence in ids],
+            "prefill_s": first - self._start,
+            "decode_s": end - first,
+            "decode_tokens_per_s": (after - before) / (end - first),
+            "total_tokens_per_s": self._ids / (now - self._start),
         }
 
 
@@ -65,6 +78,8 @@ def serve(build: Callable[[dict[str, Any]], System]) -> None:
             ask = json.loads(line)
             answer = getattr(system, ask.pop("op"))(**ask)
             print(json.dumps(answer), file=answers)
+        if hasattr(system, "close"):
+            system.close()
     except Exception:
         print(json.dumps({"error": traceback.format_exc()}), file=answers)
         raise

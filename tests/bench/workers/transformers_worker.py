@@ -9,15 +9,15 @@ from protocol import Clock, serve
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 
-class FirstCall(LogitsProcessor):
-    """Runs once per new token: the first run is the moment the prompts are done."""
+class Watch(LogitsProcessor):
+    """Runs once per new id of all rows, changes nothing."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+        self.clock, self.calls = clock, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.clock.first:
-            self.clock.all_have_first()
+        self.clock.ids(len(scores), first_of=0 if self.calls else len(scores))
+        self.calls += 1
         return scores
 
 
@@ -46,15 +46,16 @@ class Transformers:
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
         rows = torch.tensor(prompts)  # equal lengths: no padding, no mask to get wrong
-        clock = Clock()
+        clock = Clock(len(prompts))
         out = self.model.generate(
             rows,
             attention_mask=torch.ones_like(rows),
             max_new_tokens=new,
             do_sample=False,
             pad_token_id=0,
-            logits_processor=LogitsProcessorList([FirstCall(clock)]),
+            logits_processor=LogitsProcessorList([Watch(clock)]),
         )
+        clock.finished()
         return clock.timing(out[:, rows.shape[1] :].tolist())
 
 
