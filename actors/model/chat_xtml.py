@@ -212,10 +212,10 @@ def _results(out: Writer, run: list[Message], calls: tuple[Call, ...], answered:
     matched = [(places.get(message.tool_call_id), message) for message in run]
     if all(place is not None for place, _ in matched):
         matched.sort(key=lambda pair: pair[0] or 0)  # stable: doubled ids keep their order
-    for index, (place, message) in enumerate(matched, start=answered):
+    for index, (found, message) in enumerate(matched, start=answered):
         name = message.name or (calls[index].name if index < len(calls) else "")
-        if place is not None:
-            name = calls[place].name
+        if found is not None:
+            name = calls[found].name
         if not name:
             raise ChatError(
                 f"{message.path}.tool_call_id",

@@ -125,8 +125,8 @@ class Mla:
         q, kv, *gate = torch.split(self.project(x_TH), self.widths, dim=1)
         if self.q_up is not None:
             q = self.q_up(norm(q, self.q_norm, LORA_NORM_EPS))
-        q_n, q_r = q.view(rows, self.heads, -1).split([self.nope, self.rope], dim=2)
-        latent, k_rope = kv.split([self.rank, self.rope], dim=1)
+        q_n, q_r = torch.split(q.view(rows, self.heads, -1), [self.nope, self.rope], dim=2)
+        latent, k_rope = torch.split(kv, [self.rank, self.rope], dim=1)
         row = torch.cat([norm(latent, self.kv_norm, LORA_NORM_EPS), k_rope], dim=1)
         cache.index_copy_(0, batch.cache_rows_T, row[: batch.rows])
         out_THv = x_TH.new_zeros(rows, self.heads, self.v)
