@@ -135,9 +135,9 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
     """
     try:
         placement = _placement(settings)
-    except (ConfigError, CheckpointError, PlacementError) as error:
+        owns_ray = ray_cluster.connect(settings)
+    except (ConfigError, CheckpointError, PlacementError, ray_cluster.RayUnavailable) as error:
         raise LaunchError(str(error)) from error
-    owns_ray = ray_cluster.connect(settings)
     slots: ray_cluster.Slots | None = None
     actors: list[Any] = []
     members: list[Member] = []

@@ -22,27 +22,48 @@ from expertmesh.cluster.topology import Node
 OBJECT_STORE_BYTES = 128 << 20
 # Slots of a local cluster beyond the actors' own: the front door's processes.
 SPARE_SLOTS = 4
+START_ATTEMPTS = 3
+
+
+class RayUnavailable(RuntimeError):
+    """There is no Ray cluster to work with."""
 
 
 def connect(settings: ClusterSettings) -> bool:
-    """Connects to Ray, starting a local cluster if none is named. True if this call started it."""
+    """Connects to Ray, starting a local cluster if none is named. True if this call started it.
+
+    Raises RayUnavailable.
+    """
     if ray.is_initialized():
         return False
+    common = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "ERROR"}
     if settings.ray_address is not None:
-        ray.init(address=settings.ray_address, namespace=settings.namespace, log_to_driver=False)
+        try:
+            ray.init(address=settings.ray_address, **common)
+        except Exception as error:  # Ray raises bare ones
+            raise RayUnavailable(f"no Ray cluster at {settings.ray_address}: {error}") from error
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray gives its workers niceness 15: any other load on the machine would starve the model.
     os.environ.setdefault("RAY_worker_niceness", "0")
     slots = settings.actors * settings.cpus_per_actor + SPARE_SLOTS
-    ray.init(
-        num_cpus=max(own_cores(), int(slots) + 1),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        namespace=settings.namespace,
-        log_to_driver=False,
-    )
-    return True
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(
+                address="local",  # never a cluster that happens to run here
+                num_cpus=max(own_cores(), int(slots) + 1),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                **common,
+            )
+            return True
+        except Exception as error:
+            # Its processes have 15 and 30 s to come up, fixed inside Ray; a busy machine needs a
+            # second try, with the files now in memory.
+            ray.shutdown()
+            if attempt == START_ATTEMPTS - 1:
+                raise RayUnavailable(f"Ray did not start: {error}") from error
+    raise AssertionError("unreachable")
 
 
 def own_cores() -> int:

@@ -5,6 +5,7 @@ engine's thread, loading and joining in threads of their own.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -31,8 +32,11 @@ from expertmesh.actors.model.loading import LoadSettings, OpenModel
 from expertmesh.actors.model.model import Model
 from expertmesh.actors.process import LoadState, Whereabouts, settle
 
+_log = logging.getLogger(__name__)
+
 # How long an idle engine loop may take to answer a knock before it counts as stuck.
 KNOCK_S = 1.0
+INGRESS_SILENCE_S = 10.0
 
 # (kind, message, field): why a request was not taken. kind: refused | busy | failed.
 Refusal = tuple[str, str, str]
@@ -196,8 +200,18 @@ class AttentionActor:
 
     # --- watching -----------------------------------------------------------------------------
 
-    async def health(self) -> tuple[bool, str]:
-        """Whether a request sent now would be served: knocks at the engine's thread."""
+    async def health(self, ingress: str = "") -> tuple[bool, str]:
+        """Whether a request sent now would be served: knocks at the engine's thread.
+
+        An ingress that passes its name shows that it lives. Once it has, its requests are aborted
+        when it falls silent: Ray does not end the stream of a reader that died.
+        """
+        if self._boxes is not None:
+            if ingress:
+                self._boxes.seen(ingress)
+            for lost in self._boxes.silent(INGRESS_SILENCE_S):
+                _log.warning("ingress %s is gone, its requests are aborted", lost)
+                self._boxes.abandon(lost, self._abort)
         loop = self._loop
         if loop is None:
             return False, "loading" if self._open is None else "in no epoch yet"

@@ -1,6 +1,7 @@
 """Outputs on their way to the ingresses: one message per ingress and step."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -49,6 +50,7 @@ class Outboxes:
         self._loop = loop
         self._boxes: dict[str, Outbox] = {}
         self._owner: dict[str, str] = {}  # request -> ingress; plain dict operations are atomic
+        self._seen: dict[str, float] = {}
         self._encode = msgspec.msgpack.Encoder().encode
 
     def claim(self, request_id: str, ingress: str) -> bool:
@@ -69,6 +71,23 @@ class Outboxes:
 
     def drop(self, ingress: str) -> None:
         self._boxes.pop(ingress, None)
+        self._seen.pop(ingress, None)
+
+    def seen(self, ingress: str) -> None:
+        """The ingress has shown that it lives."""
+        self._seen[ingress] = time.monotonic()
+
+    def silent(self, limit_s: float) -> list[str]:
+        """Ingresses that used to show signs of life and have not for `limit_s`."""
+        since = time.monotonic() - limit_s
+        return [ingress for ingress, at in self._seen.items() if at < since]
+
+    def abandon(self, ingress: str, abort: "Abort") -> None:
+        """Nobody waits for this ingress's requests any more."""
+        for request_id in self.requests_of(ingress):
+            abort(request_id)
+            self.release(request_id)
+        self.drop(ingress)
 
     def publish(self, outputs: Iterable[TokenOutput]) -> None:
         """One encoding and one wake-up of the event loop per step, not per request."""
@@ -103,7 +122,4 @@ async def stream(boxes: Outboxes, ingress: str, abort: Abort) -> AsyncIterator[b
             yield message
     finally:
         if box.has_reader(reader):
-            for request_id in boxes.requests_of(ingress):
-                abort(request_id)
-                boxes.release(request_id)
-            boxes.drop(ingress)
+            boxes.abandon(ingress, abort)
