@@ -94,6 +94,10 @@ def test_draws_follow_seed_and_position_only(sampler: Sampler) -> None:
     assert len(seen) > 15
     a, b = (drawn(sampler, rows, sequence(temperature=1.0, seed=s)).ids for s in (-1, 2**64 - 1))
     assert a == b  # seeds are taken modulo 2**64
+    flat = torch.zeros(30, V)
+    for seeds in ([None] * 30, range(30)):
+        many = [sequence(temperature=1.0, seed=seed) for seed in seeds]
+        assert len(set(drawn(sampler, flat, *many).ids)) > 10
 
 
 def test_bias_and_mask(sampler: Sampler) -> None:
