@@ -38,7 +38,8 @@ def serve(shape: Shape, address: tuple[str, int], actor: int) -> None:
 @contextmanager
 def process_mesh(shape: Shape) -> Iterator[tuple[MeshExchange, list[BaseProcess]]]:
     """One attention rank here, every expert rank in a process of its own."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.actors.exchange.toy"])  # torch is imported once
     store, address = open_store(HOST)
     processes = [
         context.Process(target=serve, args=(shape, address, actor), daemon=True)

@@ -1,0 +1,178 @@
+"""The attention actor as a plain object on an event loop: no Ray, experts in the process."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from expertmesh.actors.attention import actor as actor_module
+from expertmesh.actors.attention.actor import AttentionActor, ReplicaStats
+from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams, TokenOutput
+from expertmesh.actors.attention.outbox import Outboxes, stream
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.exchange.settings import ExchangeSettings
+from expertmesh.actors.model.loading import LoadSettings
+from tests.support.checkpoints import write_checkpoint
+
+LIMIT_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("actor") / "model")
+
+
+def request(name: str, tokens: int = 5) -> GenerateRequest:
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(request_id=name, prompt_ids=[1, 2, 3], params=params)
+
+
+def serve(folder: Path, scenario: Callable[[AttentionActor], Awaitable[None]]) -> None:
+    """Runs a scenario against a serving actor and takes it down again."""
+
+    async def run() -> None:
+        load = LoadSettings(model=folder, device="cpu", expert_cache_bytes=1 << 22)
+        engine = EngineSettings(pages=64, slots=4)
+        actor = AttentionActor(load, engine, ExchangeSettings(), step_limit_s=LIMIT_S)
+        assert await actor.health() == (False, "loading")
+        (early,) = await actor.submit("door", msgspec.msgpack.encode([request("early")]))
+        assert early is not None and early[0] == "failed"
+        read = await actor.load(with_experts=True)
+        progress = await actor.progress()
+        assert progress.done == progress.total == read > 0
+        await actor.join(None, 0)
+        try:
+            await asyncio.wait_for(scenario(actor), 60)
+        finally:
+            await actor.leave()
+
+    asyncio.run(run())
+
+
+async def submit(actor: AttentionActor, ingress: str, *requests: GenerateRequest) -> list[object]:
+    return list(await actor.submit(ingress, msgspec.msgpack.encode(list(requests))))
+
+
+async def until_end(messages: AsyncIterator[bytes], *names: str) -> dict[str, TokenOutput]:
+    """Reads until all `names` have ended; their last outputs."""
+    ends: dict[str, TokenOutput] = {}
+    async for message in messages:
+        for output in msgspec.msgpack.decode(message, type=list[TokenOutput]):
+            if output.finish_reason is not None:
+                ends[output.request_id] = output
+        if all(name in ends for name in names):
+            return ends
+    raise AssertionError(f"the stream ended with {list(ends)}")
+
+
+def test_each_ingress_gets_its_own_requests(folder: Path) -> None:
+    async def scenario(actor: AttentionActor) -> None:
+        assert await submit(actor, "a", request("a1"), request("a2")) == [None, None]
+        assert await submit(actor, "b", request("b1")) == [None]
+        ends = await until_end(actor.stream("a"), "a1", "a2")
+        assert set(ends) == {"a1", "a2"}
+        assert set(await until_end(actor.stream("b"), "b1")) == {"b1"}
+        assert await actor.health() == (True, "")
+        stats = msgspec.msgpack.decode(await actor.stats(), type=ReplicaStats)
+        assert stats.engine.generation_tokens == 15
+
+    serve(folder, scenario)
+
+
+def test_refusals_say_which_field(folder: Path) -> None:
+    async def scenario(actor: AttentionActor) -> None:
+        answers = await submit(actor, "a", request("x", 50), request("x"), request("y", 10**6))
+        kinds = [answer and (answer[0], answer[2]) for answer in answers]  # type: ignore[index]
+        assert kinds == [None, ("refused", "request_id"), ("refused", "max_tokens")]
+        assert (await until_end(actor.stream("a"), "x"))["x"].finish_reason == "length"
+        assert await submit(actor, "a", request("x")) == [None]  # the name is free again
+
+    serve(folder, scenario)
+
+
+def test_an_ingress_that_goes_silent_loses_its_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "INGRESS_SILENCE_S", 0.2)
+
+    async def scenario(actor: AttentionActor) -> None:
+        await actor.health("gone")
+        await submit(actor, "gone", request("long", 3000))
+        await submit(actor, "quiet", request("other", 20))  # never promised to show signs of life
+        await asyncio.sleep(0.3)
+        await actor.health()
+        ends = await until_end(actor.stream("quiet"), "other")
+        assert ends["other"].finish_reason == "length"
+        while (
+            stats := msgspec.msgpack.decode(await actor.stats(), type=ReplicaStats)
+        ).engine.running:
+            await asyncio.sleep(0.01)
+        assert stats.engine.finished_abort == 1
+
+    serve(folder, scenario)
+
+
+def test_health_sees_a_stuck_engine_behind_a_live_event_loop(folder: Path) -> None:
+    async def scenario(actor: AttentionActor) -> None:
+        loop = actor._loop
+        assert loop is not None
+        release, step = threading.Event(), loop.engine.step
+
+        def stuck() -> list[TokenOutput]:
+            release.wait(20)
+            return step()
+
+        loop.engine.step = stuck  # type: ignore[method-assign]
+        await submit(actor, "a", request("x"))
+        await asyncio.sleep(LIMIT_S + 0.3)
+        healthy, reason = await actor.health()
+        assert not healthy and "running for" in reason
+        release.set()
+        await until_end(actor.stream("a"), "x")
+        assert await actor.health() == (True, "")
+
+    serve(folder, scenario)
+
+
+def test_a_failed_step_ends_requests_and_health(folder: Path) -> None:
+    async def scenario(actor: AttentionActor) -> None:
+        assert actor._model is not None
+
+        def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("no more")
+
+        actor._model.forward = broken  # type: ignore[method-assign,assignment]
+        await submit(actor, "a", request("x"))
+        end = (await until_end(actor.stream("a"), "x"))["x"]
+        assert end.finish_reason == "error" and "no more" in (end.error or "")
+        healthy, reason = await actor.health()
+        assert not healthy and "no more" in reason
+        (answer,) = await submit(actor, "a", request("y"))
+        assert answer is not None and answer[0] == "failed"  # type: ignore[index]
+
+    serve(folder, scenario)
+
+
+def test_a_later_stream_takes_over_what_was_not_sent() -> None:
+    async def run() -> None:
+        boxes = Outboxes(asyncio.get_running_loop())
+        aborted: list[str] = []
+        assert boxes.claim("r", "door") and not boxes.claim("r", "other")
+        first = stream(boxes, "door", aborted.append)
+        boxes.publish([TokenOutput(request_id="r", token_ids=[1])])
+        assert b"r" in await anext(first)
+        waiting = asyncio.ensure_future(anext(first, None))
+        await asyncio.sleep(0)
+        second = stream(boxes, "door", aborted.append)
+        boxes.publish([TokenOutput(request_id="r", token_ids=[2])])
+        boxes.publish([TokenOutput(request_id="stranger", token_ids=[3])])
+        got = msgspec.msgpack.decode(await anext(second), type=list[TokenOutput])
+        assert [output.token_ids for output in got] == [[2]]
+        assert await waiting is None and aborted == []
+        await second.aclose()  # the last reader is gone
+        assert aborted == ["r"] and boxes.claim("r", "other")
+
+    asyncio.run(run())
