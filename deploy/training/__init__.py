@@ -1,0 +1,1 @@
+"""Training of the bundled model: corpus, tokenizer, tasks, differentiable K3, export, evaluation."""
