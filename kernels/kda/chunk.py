@@ -1,49 +1,44 @@
 """Chunked form of the delta rule: matmuls instead of a loop over tokens.
 
-The decay between two rows is exp(sum of the log-decays between them). It is factored at block
-borders into two such sums, and each is summed directly (never as a difference of running sums):
-all exponents are <= 0 and nothing cancels, so any gate is safe, bounded (K3) or not (softplus).
+The decay between rows s < r is the product of exp(log-decay) of the rows after s up to r. It is
+split at the border between the two blocks that separate s from r, blocks of 1, 2, 4 ... 32 rows;
+both factors are running products of numbers <= 1, doubled from level to level. Nothing can
+overflow and nothing is ever divided or subtracted, so every gate is safe: bounded (K3) or not.
 """
 
-from functools import cache
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from expertmesh.kernels.kda.types import CHUNK
 
-LEAF = 8  # rows of the innermost blocks, whose pairs are taken one by one
-_LEVELS = tuple(CHUNK >> (i + 1) for i in range((CHUNK // LEAF).bit_length() - 1))  # 32, 16, 8
 
+class Sequel(NamedTuple):
+    """Rows [begin, end) that continue one sequence.
 
-@cache
-def _span_sums() -> Tensor:
-    """Constant 0/1 matrix [R, 64]: each row selects the tokens whose log-decays are summed.
-
-    Groups of 64 rows: prefix (tokens <= r), suffix (tokens > r), then one group per block size of
-    `_LEVELS`: for a row in the odd block of a pair of blocks the tokens from that block's start to
-    r, for a row in the even block the tokens after r to that block's end. Last group: 8 leaves x
-    28 pairs s < r, tokens in (s, r].
+    `offset`: distance of the first row from the previous multiple of 64 (0..63). `state_HDD`
+    [H, Dk, Dv] is updated in place.
     """
-    token = torch.arange(CHUNK)
-    row = token.unsqueeze(1)
-    groups = [token <= row, token > row]
-    for size in _LEVELS:
-        same = token // size == row // size
-        odd = (row // size) % 2 == 1
-        groups.append(same & torch.where(odd, token <= row, token > row))
-    later, earlier = _leaf_pairs()
-    for leaf in range(CHUNK // LEAF):
-        r, s = (later + leaf * LEAF).unsqueeze(1), (earlier + leaf * LEAF).unsqueeze(1)
-        groups.append((token > s) & (token <= r))
-    return torch.cat(groups).float()
 
+    begin: int
+    end: int
+    offset: int
+    state_HDD: Tensor
 
-@cache
-def _leaf_pairs() -> tuple[Tensor, Tensor]:
-    """Row numbers (later, earlier) of the strictly lower pairs of a leaf."""
-    lower = torch.tril_indices(LEAF, LEAF, -1)
-    return lower[0], lower[1]
+    @property
+    def chunks(self) -> int:
+        return (self.offset + self.end - self.begin + CHUNK - 1) // CHUNK
+
+    def copies(self, first_chunk: int) -> list[tuple[int, int, int]]:
+        """(begin, end, place): rows to move so that each chunk starts at a multiple of 64.
+
+        A chunk that starts off the grid keeps its rows at its beginning.
+        """
+        place, head = first_chunk * CHUNK, min(self.end, self.begin + CHUNK - self.offset)
+        moves = [(self.begin, head, place)]
+        return moves if head == self.end else [*moves, (head, self.end, place + CHUNK)]
 
 
 def kda_chunk(
@@ -55,81 +50,98 @@ def kda_chunk(
     state_HDD: Tensor,
     offset: int = 0,
 ) -> Tensor:
-    """Delta rule over one sequence; q and k normalised, q scaled, everything float32.
+    """Delta rule over one sequence, all float32; q and k normalised, q scaled. -> [T, H, Dv]."""
+    sequels = [Sequel(0, len(q_THD), offset, state_HDD)]
+    return kda_chunks(q_THD, k_THD, v_THD, gate_THD, beta_TH, sequels)
 
-    `offset`: distance of the first row from the previous multiple of 64 (0..63). `state_HDD`
-    [H, Dk, Dv] is updated in place. Returns [T, H, Dv].
+
+def kda_chunks(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    gate_THD: Tensor,
+    beta_TH: Tensor,
+    sequels: Sequence[Sequel],
+) -> Tensor:
+    """Delta rule over several sequences; rows of none of them give zero. -> [T, H, Dv] float32.
+
+    Every chunk is computed as 64 rows: missing ones are zeros, which change nothing.
     """
     rows, heads, dim = q_THD.shape
-    chunks = (offset + rows + CHUNK - 1) // CHUNK
-    first = min(CHUNK - offset, rows)
-    # A chunk that starts off the grid keeps its rows at its beginning and zeros behind them.
-    place = torch.arange(rows)
-    if offset:
-        place[first:] += CHUNK - first
+    out_THD = q_THD.new_zeros(rows, heads, dim)
+    count = sum(sequel.chunks for sequel in sequels)
+    moves, first = [], 0
+    for sequel in sequels:
+        moves += sequel.copies(first)
+        first += sequel.chunks
 
-    def blocks(x_THD: Tensor) -> Tensor:
-        padded = x_THD.new_zeros(chunks * CHUNK, *x_THD.shape[1:])
-        padded.index_copy_(0, place, x_THD)
-        shape = (chunks, CHUNK, *x_THD.shape[1:])
-        return padded.view(shape).transpose(1, 2).contiguous().flatten(0, 1)
+    packed = q_THD.new_zeros(count * CHUNK, 4, heads, dim)
+    beta = q_THD.new_zeros(count * CHUNK, heads)
+    inputs = torch.stack((q_THD, k_THD, v_THD, gate_THD), dim=1)
+    for begin, end, place in moves:
+        packed[place : place + end - begin] = inputs[begin:end]
+        beta[place : place + end - begin] = beta_TH[begin:end]
+    packed = packed.view(count, CHUNK, 4, heads, dim).permute(2, 0, 3, 1, 4).contiguous()
+    q, k, v, gate = packed.view(4, count * heads, CHUNK, dim)
+    beta = beta.view(count, CHUNK, heads).transpose(1, 2).reshape(count * heads, CHUNK, 1)
 
-    q, k, v, gate = (blocks(x) for x in (q_THD, k_THD, v_THD, gate_THD))  # [N*H, 64, D]
-    beta = blocks(beta_TH.unsqueeze(-1))  # [N*H, 64, 1]
-    count = chunks * heads
+    mix, attend, before, after = _within_chunks(q, k, gate)
+    # U = (I + diag(beta) M)^-1 diag(beta) (V - (K before) S). The inverse comes from a solve with
+    # the transposes on the right: LAPACK's column order then is ours and nothing is copied.
+    inverse = torch.linalg.solve_triangular(
+        mix.mul_(beta).transpose(1, 2),
+        torch.diag_embed(beta.squeeze(-1)),
+        upper=True,
+        left=False,
+        unitriangular=True,
+    ).transpose(1, 2)
+    u_new = torch.bmm(inverse, v).view(count, heads, CHUNK, dim).unbind(0)
+    u_old = torch.bmm(inverse, k * before).view(count, heads, CHUNK, dim).unbind(0)
+    q_old = (q * before).view(count, heads, CHUNK, dim).unbind(0)
+    k_end = (k * after).view(count, heads, CHUNK, dim).transpose(2, 3).unbind(0)
+    weights = attend.view(count, heads, CHUNK, CHUNK).unbind(0)
+    keep = before[:, -1].reshape(count, heads, dim, 1).unbind(0)
+    results = []
+    states = [sequel.state_HDD for sequel in sequels for _ in range(sequel.chunks)]
+    for n, state in enumerate(states):
+        update = torch.baddbmm(u_new[n], u_old[n], state, alpha=-1.0)
+        results.append(torch.bmm(q_old[n], state).baddbmm_(weights[n], update))
+        state.mul_(keep[n]).baddbmm_(k_end[n], update)
+    out = torch.stack(results).transpose(1, 2).reshape(count * CHUNK, heads, dim)
+    for begin, end, place in moves:
+        out_THD[begin:end] = out[place : place + end - begin]
+    return out_THD
 
-    sums = _span_sums()
-    decay = torch.bmm(sums.expand(count, *sums.shape), gate).exp_()
-    prefix, suffix = decay[:, :CHUNK], decay[:, CHUNK : 2 * CHUNK]
-    mix, attend = _pair_products(q, k, decay[:, 2 * CHUNK :])
-    mix.mul_(beta)
-    # (I + M)^-1 diag(beta) for all chunks at once; the loop over chunks then is matmuls only.
-    solved = torch.linalg.solve_triangular(
-        mix, torch.diag_embed(beta.squeeze(-1)), upper=False, unitriangular=True
-    )
-    u_new = torch.bmm(solved, v).view(chunks, heads, CHUNK, dim)
-    u_old = torch.bmm(solved, k * prefix).view(chunks, heads, CHUNK, dim)
-    q_old = (q * prefix).view(chunks, heads, CHUNK, dim)
-    k_end = (k * suffix).view(chunks, heads, CHUNK, dim).transpose(2, 3)
-    attend = attend.view(chunks, heads, CHUNK, CHUNK)
-    keep = prefix[:, -1].reshape(chunks, heads, dim, 1)
-    out = q.new_empty(chunks, heads, CHUNK, dim)
-    for n in range(chunks):
-        update = torch.baddbmm(u_new[n], u_old[n], state_HDD, alpha=-1.0)
-        torch.bmm(q_old[n], state_HDD, out=out[n])
-        out[n].baddbmm_(attend[n], update)
-        state_HDD.mul_(keep[n]).baddbmm_(k_end[n], update)
-    return out.transpose(1, 2).reshape(chunks * CHUNK, heads, dim).index_select(0, place)
 
+def _within_chunks(q: Tensor, k: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Products between the rows of N chunks: (mix, attend [N, 64, 64], before, after [N, 64, D]).
 
-def _pair_products(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """(k_r . k_s, q_r . k_s) weighted by the decay between s and r, [N, 64, 64] each.
-
-    The first is strictly lower, the second lower triangular; the rest is zero.
+    mix[r, s] = k_r . (decay(s..r) k_s) for s < r; attend[r, s] = q_r . (decay(s..r) k_s) for
+    s <= r; before[r] = decay from the chunk's start through r; after[s] = decay behind s.
     """
     count, _, dim = k.shape
-    mix = k.new_zeros(count, CHUNK, CHUNK)
-    attend = torch.diag_embed(torch.linalg.vecdot(q, k))
-    start = 0
-    for size in _LEVELS:
-        factor = decay[:, start : start + CHUNK]
-        start += CHUNK
-        shape = (count, CHUNK // (2 * size), 2, size, dim)
-        k_even, k_odd = (k * factor).view(shape).unbind(2)
-        q_odd = (q * factor).view(shape)[:, :, 1]
-        right = k_even.transpose(2, 3)
-        for target, left in ((mix, k_odd), (attend, q_odd)):
-            grid = target.view(count, CHUNK // (2 * size), 2 * size, CHUNK)
-            product = torch.matmul(left, right)
-            for pair in range(CHUNK // (2 * size)):
-                column = pair * 2 * size
-                grid[:, pair, size:, column : column + size] = product[:, pair]
-    later, earlier = _leaf_pairs()
-    leaves = CHUNK // LEAF
-    pairs = later.numel()
-    base = torch.arange(leaves).unsqueeze(1) * LEAF
-    rows, columns = (base + later).flatten(), (base + earlier).flatten()
-    key = k.index_select(1, columns).mul_(decay[:, start : start + leaves * pairs])
-    mix[:, rows, columns] = torch.linalg.vecdot(k.index_select(1, rows), key)
-    attend[:, rows, columns] = torch.linalg.vecdot(q.index_select(1, rows), key)
-    return mix, attend
+    mix, attend = k.new_zeros(2, count, CHUNK, CHUNK)
+    attend.diagonal(dim1=1, dim2=2).copy_(torch.linalg.vecdot(q, k))
+    key_query = torch.stack((k, q), dim=2)
+    before, after = gate.exp(), torch.ones_like(gate)
+    size = 1
+    while size < CHUNK:
+        blocks = CHUNK // (2 * size)
+        shape = (count, blocks, 2, size, dim)
+        head_early, head_late = before.view(shape).unbind(2)
+        tail_early = after.view(shape)[:, :, 0]
+        late = key_query.view(count, blocks, 2, size, 2, dim)[:, :, 1] * head_late.unsqueeze(3)
+        early = k.view(shape)[:, :, 0] * tail_early
+        product = torch.bmm(
+            late.view(count * blocks, 2 * size, dim),
+            early.view(count * blocks, size, dim).transpose(1, 2),
+        ).view(count, blocks, size, 2, size)
+        for target, part in zip((mix, attend), product.unbind(3), strict=True):
+            grid = target.view(count, blocks, 2 * size, blocks, 2 * size)
+            corner = grid.diagonal(dim1=1, dim2=3)[:, size:, :size]  # [N, size, size, blocks]
+            corner.copy_(part.permute(0, 2, 3, 1))
+        # Double the blocks: the late half starts further back, the early half ends further on.
+        tail_early.mul_(head_late[:, :, -1:])
+        head_late.mul_(head_early[:, :, -1:])
+        size *= 2
+    return mix, attend, before, after

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from expertmesh.kernels.elementwise import constant, sigmoid, silu, softplus
-from expertmesh.kernels.kda.chunk import kda_chunk
+from expertmesh.kernels.kda.chunk import Sequel, kda_chunk, kda_chunks
 from expertmesh.kernels.kda.types import CHUNK, KdaSpan
 
 QK_EPS = 1e-6
-# Rows whose state is at most this large are gathered when slots are scattered; larger ones are
-# updated where they are, one run of slots at a time: moving them costs more than the calls.
+# Scattered rows whose state is at most this large are gathered first: cheaper than a call each.
 GATHER_BYTES = 128 * 1024
+# State updated in one go: its four passes should find it in the cache.
+STEP_BYTES = 4 << 20
 
 __all__ = ["kda_chunk", "kda_decode", "kda_gate", "kda_prefill", "l2_normalise", "short_conv"]
 
@@ -55,11 +56,11 @@ def short_conv(qkv_TC: Tensor, conv_weight_CW: Tensor, window_VC: Tensor) -> Ten
     return silu(y_TC).to(qkv_TC.dtype)
 
 
-def _runs(slots: list[int]) -> list[tuple[int, int, int]]:
-    """Maximal runs of consecutive slots as (first row, end row, first slot)."""
+def _runs(slots: list[int], longest: int) -> list[tuple[int, int, int]]:
+    """Runs of at most `longest` consecutive slots as (first row, end row, first slot)."""
     runs, start = [], 0
     for row in range(1, len(slots) + 1):
-        if row == len(slots) or slots[row] != slots[row - 1] + 1:
+        if row - start == longest or row == len(slots) or slots[row] != slots[row - 1] + 1:
             runs.append((start, row, slots[start]))
             start = row
     return runs
@@ -83,8 +84,10 @@ def kda_decode(
     when `conv_weight_CW` is the transpose of a contiguous [W, C].
     """
     rows, heads, dim = z_BHD.shape
-    runs = _runs(slots_B.tolist())
-    y_BC = _decode_conv(qkv_BC, conv_weight_CW, conv_state, slots_B, runs)
+    slots = slots_B.tolist()
+    row_bytes = 4 * heads * dim * dim
+    runs = _runs(slots, max(1, STEP_BYTES // row_bytes))
+    y_BC = _decode_conv(qkv_BC, conv_weight_CW, conv_state, slots_B, slots)
     y_BND = y_BC.view(rows, 3 * heads, dim)
     qk_BND = l2_normalise(y_BND[:, : 2 * heads])
     q_BHD, k_BHD, v_BHD = qk_BND[:, :heads], qk_BND[:, heads:], y_BND[:, 2 * heads :]
@@ -93,8 +96,8 @@ def kda_decode(
     beta_BHD = sigmoid(beta_BH.float().unsqueeze(-1).expand(rows, heads, dim))
     inputs = (q_BHD, k_BHD, v_BHD, decay_BHD, beta_BHD)
     if len(runs) == 1:
-        out_BHD = _decode_step(state[runs[0][2] : runs[0][2] + rows], *inputs)
-    elif len(runs) > 4 and 4 * heads * dim * dim <= GATHER_BYTES:
+        out_BHD = _decode_step(state[slots[0] : slots[0] + rows], *inputs)
+    elif len(runs) > max(4, rows // 4) and row_bytes <= GATHER_BYTES:
         gathered = state.index_select(0, slots_B)
         out_BHD = _decode_step(gathered, *inputs)
         for begin, end, slot in runs:  # index_copy_ moves single elements, copy_ whole rows
@@ -112,16 +115,18 @@ def _decode_conv(
     conv_weight_CW: Tensor,
     conv_state: Tensor,
     slots_B: Tensor,
-    runs: list[tuple[int, int, int]],
+    slots: list[int],
 ) -> Tensor:
     """Convolution and SiLU of one new row per slot, float32 [B, C]; shifts the windows."""
-    single = conv_state[runs[0][2] : runs[0][2] + len(qkv_BC)] if len(runs) == 1 else None
-    past_BVC = conv_state.index_select(0, slots_B) if single is None else single
-    window_BWC = torch.cat((past_BVC, qkv_BC.unsqueeze(1)), dim=1)
-    if single is None:
-        conv_state.index_copy_(0, slots_B, window_BWC[:, 1:])
+    first, count = slots[0], len(slots)
+    if slots == list(range(first, first + count)):
+        past_BVC = conv_state[first : first + count]
+        window_BWC = torch.cat((past_BVC, qkv_BC.unsqueeze(1)), dim=1)
+        past_BVC.copy_(window_BWC[:, 1:])
     else:
-        single.copy_(window_BWC[:, 1:])
+        past_BVC = conv_state.index_select(0, slots_B)
+        window_BWC = torch.cat((past_BVC, qkv_BC.unsqueeze(1)), dim=1)
+        conv_state.index_copy_(0, slots_B, window_BWC[:, 1:])
     y_BC = silu(torch.mul(window_BWC.float(), conv_weight_CW.t()).sum(1))
     return y_BC if qkv_BC.dtype == torch.float32 else y_BC.to(qkv_BC.dtype).float()
 
@@ -165,22 +170,27 @@ def kda_prefill(
     """
     rows, heads, dim = z_THD.shape
     out_THD = torch.zeros(rows, heads, dim, dtype=torch.float32)
-    for span in spans:
-        slot, begin, end, position = KdaSpan(*span)
-        if end <= begin:
-            continue
-        y_TC = short_conv(qkv_TC[begin:end], conv_weight_CW, conv_state[slot]).float()
-        y_TND = y_TC.view(end - begin, 3 * heads, dim)
-        qk_TND = l2_normalise(y_TND[:, : 2 * heads])
-        gate_THD = kda_gate(z_THD[begin:end].float(), A_log_H, dt_bias_HD, lower_bound)
-        beta_THD = beta_TH[begin:end].float().unsqueeze(-1).expand(end - begin, heads, dim)
-        out_THD[begin:end] = kda_chunk(
-            qk_TND[:, :heads].mul_(constant(dim**-0.5)),
-            qk_TND[:, heads:],
-            y_TND[:, 2 * heads :],
-            gate_THD,
-            sigmoid(beta_THD)[:, :, 0],
-            state[slot],
-            position % CHUNK,
+    todo = [span for span in map(KdaSpan._make, spans) if span.row_end > span.row_begin]
+    if not todo:
+        return out_THD
+    low, high = min(span.row_begin for span in todo), max(span.row_end for span in todo)
+    y_TC = qkv_TC.new_zeros(high - low, qkv_TC.shape[1])
+    sequels = []
+    for span in todo:
+        begin, end = span.row_begin - low, span.row_end - low
+        y_TC[begin:end] = short_conv(
+            qkv_TC[span.row_begin : span.row_end], conv_weight_CW, conv_state[span.slot]
         )
+        sequels.append(Sequel(begin, end, span.position % CHUNK, state[span.slot]))
+    y_TND = y_TC.float().view(high - low, 3 * heads, dim)
+    qk_TND = l2_normalise(y_TND[:, : 2 * heads])
+    beta_THD = beta_TH[low:high].float().unsqueeze(-1).expand(high - low, heads, dim)
+    out_THD[low:high] = kda_chunks(
+        qk_TND[:, :heads].mul_(constant(dim**-0.5)),
+        qk_TND[:, heads:],
+        y_TND[:, 2 * heads :],
+        kda_gate(z_THD[low:high].float(), A_log_H, dt_bias_HD, lower_bound),
+        sigmoid(beta_THD)[:, :, 0],
+        sequels,
+    )
     return out_THD

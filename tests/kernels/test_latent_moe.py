@@ -6,6 +6,7 @@ from torch import Tensor
 
 from expertmesh.kernels.latent_moe import reference, torch_ops
 from expertmesh.kernels.latent_moe.types import Glu
+from expertmesh.kernels.linear.torch_ops import lay_out
 from tests.kernels.checks import assert_close, assert_rows_alone, randn
 
 GLUS = [Glu("situ", 4.0, 25.0), Glu("situ", 4.0), Glu("situ"), Glu("silu")]
@@ -106,9 +107,15 @@ def test_only_hit_experts_are_asked_for_their_weights() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 4])
-@pytest.mark.parametrize(("width", "hidden"), [(32, 48), (64, 96), (128, 20)])
-def test_partial_sum_rows_do_not_depend_on_companions(top_k: int, width: int, hidden: int) -> None:
-    weights_of = make_experts(7, width, hidden, 0).__getitem__
+@pytest.mark.parametrize("laid_out", [False, True])
+@pytest.mark.parametrize(("width", "hidden"), [(32, 48), (64, 96), (128, 32)])
+def test_partial_sum_rows_do_not_depend_on_companions(
+    top_k: int, laid_out: bool, width: int, hidden: int
+) -> None:
+    experts = make_experts(7, width, hidden, 0)
+    if laid_out:
+        experts = [(lay_out(w13), lay_out(w2)) for w13, w2 in experts]
+    weights_of = experts.__getitem__
     z, ids = randn(40, width), draw_ids(40, 7, top_k, 0.7, 1)
     weights = randn(40, top_k, seed=2)
     assert_rows_alone(
