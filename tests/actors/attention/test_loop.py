@@ -60,6 +60,7 @@ def test_serves_parks_and_serves_again() -> None:
             steps = engine.stats().steps
             time.sleep(0.05)
             assert engine.stats().steps == steps  # idle means no step at all
+            assert not engine.arrived.is_set()  # and that the thread is parked
     assert all(len(a.token_ids) == 5 for a in box.answers.values())
 
 
