@@ -105,6 +105,8 @@ class Mesh:
         if not self._enter("stopped", ""):
             return
         self._watch.stop()
+        if not ray.is_initialized():
+            return  # the cluster went away, and the actors with it
         leaving = [actor.leave.remote() for actor in self.attention]
         with contextlib.suppress(RayError):
             ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)

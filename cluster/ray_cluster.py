@@ -36,7 +36,11 @@ def connect(settings: ClusterSettings) -> bool:
     """
     if ray.is_initialized():
         return False
-    common = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "ERROR"}
+    common: dict[str, Any] = {
+        "namespace": settings.namespace,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
     if settings.ray_address is not None:
         try:
             ray.init(address=settings.ray_address, **common)

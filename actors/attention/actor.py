@@ -43,11 +43,11 @@ Refusal = tuple[str, str, str]
 
 
 class ReplicaStats(msgspec.Struct):
-    """An engine's counters with those of its end of the exchange."""
+    """An engine's counters with those of its end of the exchange. rows_sent: by expert actor."""
 
     rank: int = 0
     engine: EngineStats = msgspec.field(default_factory=EngineStats)
-    rows_sent: int = 0
+    rows_sent: list[int] = []
     dispatch_seconds: float = 0.0
     combine_seconds: float = 0.0
 

@@ -109,7 +109,7 @@ class MeshExchange:
         self._plan: StepPlan | None = None
         self._micros = 1
         self._in_flight: set[int] = set()
-        self.rows_sent = 0
+        self.rows_sent = [0] * roster.experts  # by expert actor
         self.dispatch_s = self.combine_s = 0.0
 
     @property
@@ -226,7 +226,7 @@ class MeshExchange:
         for frame, slots_TK, rows, count in zip(frames, slots_PTK, sent, counts, strict=True):
             frame.write_header(at, count)
             _fill(frame, (z_TD, slots_TK, weights_TK, *scale), rows, count)
-        self.rows_sent += sum(counts)
+        self.rows_sent = [a + b for a, b in zip(self.rows_sent, counts, strict=True)]
         return Chunk(self._end.post(at, capacity, counts), begin, z_TD.shape[0], sent, counts)
 
     def _land(self, chunk: Chunk) -> list[Frame]:
