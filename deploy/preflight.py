@@ -96,6 +96,21 @@ def check_port(host: str, port: int) -> None:
         ) from error
 
 
+def check_cluster(address: str) -> None:
+    """Refused when nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and the like: Ray knows at once
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise Refused(
+            ExitCode.LAUNCH,
+            f"no Ray cluster answers at {address}: {error}",
+            "check `ray status` on its head node; --address takes the head's HOST:PORT",
+        ) from error
+
+
 def port_owner(port: int) -> str:
     """ "process 123 (name)" of who listens on the port, or "" when this user may not know."""
     try:

@@ -103,8 +103,11 @@ class Door:
         await asyncio.wait([self._task])
 
 
-def door_application(settings: DoorSettings, replicas: int = 1) -> Application:
-    """The listening front door, to be run with Serve's own proxies disabled."""
+def door_application(settings: DoorSettings, node_address: str, replicas: int = 1) -> Application:
+    """The listening front door, to be run with Serve's own proxies disabled.
+
+    node_address: the node whose port it is; elsewhere in the cluster nobody would look for it.
+    """
     deployment = _deployment(
         Door,
         name="door",
@@ -112,13 +115,14 @@ def door_application(settings: DoorSettings, replicas: int = 1) -> Application:
         max_ongoing_requests=1000,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=settings.grace_seconds + 5,
+        resources={f"node:{node_address}": 0.001},
     )
     return cast(Application, deployment.bind(settings))
 
 
-def _deployment(kind: type, **options: Any) -> Any:
+def _deployment(kind: type, resources: dict[str, float] | None = None, **options: Any) -> Any:
     """A deployment that reserves no CPU slot and computes in one thread."""
-    placed = {"num_cpus": 0, "runtime_env": _ENV}
+    placed = {"num_cpus": 0, "runtime_env": _ENV, "resources": resources or {}}
     return serve.deployment(kind, ray_actor_options=placed, **options)
 
 

@@ -97,6 +97,8 @@ def run(options: ServeOptions) -> None:
         summary = preflight.check_checkpoint(options.model, config)
         if not options.dry_run:
             preflight.check_port(options.host, options.port)
+            if options.address is not None:
+                preflight.check_cluster(options.address)
         _check_memory(options, config, summary)
         _print_plan(console, options, config, summary)
         if options.dry_run:
@@ -281,10 +283,11 @@ def _run_mesh(console: Console, options: ServeOptions, config: ModelConfig, bega
             port=options.port,
             grace_seconds=options.grace_seconds,
         )
+        here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         try:
             serve.start(proxy_location="Disabled")
             handle = serve.run(
-                door_application(door, options.http_processes),
+                door_application(door, here, options.http_processes),
                 name=application,
                 route_prefix=None,
             )

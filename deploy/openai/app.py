@@ -33,6 +33,8 @@ from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.openai.telemetry import Telemetry
 
 Model = TypeVar("Model", bound=Strict)
+# A checked request as its generation, and whether the edge may end it early (stop strings).
+Prepare = Callable[[dict[str, Any]], tuple[Generation, bool]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
@@ -105,20 +107,20 @@ class FrontDoor:
         self._telemetry = Telemetry(served.name, lambda: self._traffic.requests)
 
     async def completions(self, request: Request) -> Response:
-        async def prepare(heavy: bool, body: dict[str, Any]) -> tuple[Generation, bool]:
+        def prepare(body: dict[str, Any]) -> tuple[Generation, bool]:
             parsed = _validate(CompletionRequest, body)
-            return await completions.prepare(parsed, self._served, heavy), bool(parsed.stop)
+            return completions.prepare(parsed, self._served), bool(parsed.stop)
 
         return await self._generate(request, prepare)
 
     async def chat(self, request: Request) -> Response:
-        async def prepare(heavy: bool, body: dict[str, Any]) -> tuple[Generation, bool]:
+        def prepare(body: dict[str, Any]) -> tuple[Generation, bool]:
             parsed = _validate(ChatRequest, body)
-            return await chat.prepare(parsed, self._served, heavy), bool(parsed.stop)
+            return chat.prepare(parsed, self._served), bool(parsed.stop)
 
         return await self._generate(request, prepare)
 
-    async def _generate(self, request: Request, prepare: Any) -> Response:
+    async def _generate(self, request: Request, prepare: Prepare) -> Response:
         limits = self._served.limits
         try:
             if self._traffic.requests >= limits.requests:
@@ -129,7 +131,9 @@ class FrontDoor:
             if not ready:
                 raise unavailable(reason)
             body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
-            generation, early_stop = await prepare(heavy, body)
+            generation, early_stop = (
+                await asyncio.to_thread(prepare, body) if heavy else prepare(body)
+            )
         except ApiError as error:
             self._telemetry.failed(error)
             raise

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: messages in; reasoning, content and tool calls out."""
 
-import asyncio
 from typing import Any
 
 import orjson
@@ -19,8 +18,8 @@ from expertmesh.deploy.openai.served import ServedModel
 DEFAULT_EFFORT = "max"
 
 
-async def prepare(request: ChatRequest, served: ServedModel, heavy: bool) -> "ChatGeneration":
-    """Checks everything, renders and tokenises (off the event loop when heavy)."""
+def prepare(request: ChatRequest, served: ServedModel) -> "ChatGeneration":
+    """Checks everything, renders and tokenises. Touches no event loop. Raises ApiError."""
     check_request(request, served, 1)
     _check_logprobs(request, served)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -31,8 +30,6 @@ async def prepare(request: ChatRequest, served: ServedModel, heavy: bool) -> "Ch
         raise bad("max_tokens and max_completion_tokens disagree", "max_completion_tokens")
     if not request.parallel_tool_calls:
         raise unsupported("parallel_tool_calls", "parallel_tool_calls false")
-    if heavy:
-        return await asyncio.to_thread(ChatGeneration, request, served)
     return ChatGeneration(request, served)
 
 

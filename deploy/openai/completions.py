@@ -1,6 +1,5 @@
 """POST /v1/completions: text or token ids in, text out, with scoring by echo and logprobs."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +33,15 @@ class Prompt:
     offsets: list[int]
 
 
-async def prepare(
-    request: CompletionRequest, served: ServedModel, heavy: bool
-) -> "CompletionGeneration":
-    """Checks everything, tokenises (off the event loop when heavy). Raises ApiError."""
+def prepare(request: CompletionRequest, served: ServedModel) -> "CompletionGeneration":
+    """Checks everything and tokenises. Touches no event loop, so that a large request can be
+    prepared in a thread. Raises ApiError."""
     check_request(request, served, len(request.prompt))
     if request.logprobs is not None and request.logprobs > served.limits.logprobs:
         raise bad(
             f"logprobs must be 0 to {served.limits.logprobs}, not {str(request.logprobs)[:40]}",
             "logprobs",
         )
-    if heavy:
-        return await asyncio.to_thread(CompletionGeneration, request, served)
     return CompletionGeneration(request, served)
 
 
@@ -62,6 +58,7 @@ def read_prompts(request: CompletionRequest, served: ServedModel) -> list[Prompt
                     "this checkpoint has no tokenizer: send the prompt as a list of token ids",
                     param,
                 )
+            check_length(prompt, served, param)
             ids = served.tokenizer.encode(prompt)
         else:
             ids = prompt
@@ -70,6 +67,20 @@ def read_prompts(request: CompletionRequest, served: ServedModel) -> list[Prompt
             raise bad(f"'{param}' has no tokens", param)
         prompts.append(_echoed(request, served, ids, prompt))
     return prompts
+
+
+def check_length(text: str, served: ServedModel, param: str) -> None:
+    """Refuses text that can not fit whatever its tokens are: encoding 30 MB costs many seconds."""
+    if served.longest_token is None:
+        return
+    least = len(text) // served.longest_token
+    if least > served.max_model_len:
+        raise bad(
+            f"the context holds {served.max_model_len} tokens, but {len(text)} characters are at "
+            f"least {least}",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def _echoed(

@@ -19,13 +19,21 @@ def describe(
 
     Raises TokenizerError when the tokenizer files are broken; absent ones are allowed.
     """
+    tokenizer = Tokenizer.load(folder, config)
     return ServedModel(
         name=name or folder.resolve().name,
         root=str(folder),
         max_model_len=min(max_model_len or config.max_position, config.max_position),
         vocab_size=config.vocab_size,
-        tokenizer=Tokenizer.load(folder, config),
+        tokenizer=tokenizer,
         moe_layers=len(config.moe_layers),
         top_k=config.experts_per_token,
+        longest_token=None if tokenizer is None else longest_token(tokenizer),
         limits=limits or Limits(),
     )
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Bytes of the longest token that text can become."""
+    text_ids = (token for token in range(tokenizer.size) if not tokenizer.is_special(token))
+    return max(len(tokenizer.token_bytes(token)) for token in text_ids)

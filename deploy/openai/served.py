@@ -44,6 +44,8 @@ class ServedModel:
     tokenizer: Tokenizer | None
     moe_layers: int = 0
     top_k: int = 0
+    # Bytes of the longest text token: what a text holds at least in tokens, before encoding it.
+    longest_token: int | None = None
     aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     limits: Limits = Limits()

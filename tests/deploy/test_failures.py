@@ -262,6 +262,45 @@ def test_checkpoint_without_a_tokenizer() -> None:
         )
 
 
+def test_large_requests_do_not_hold_up_the_others(served: ServedModel) -> None:
+    """2 MB of text and a million token ids are refused by length while /health stays quick."""
+    client = FakeEngineClient()
+    with http_server(build_app(client, served)) as url, Door(url) as door, Door(url) as other:
+        slowest = 0.0
+        with ThreadPoolExecutor(2) as threads:
+            text = threads.submit(door.post, COMPLETIONS, prompt="many words " * 190_000)
+            ids = threads.submit(other.post, COMPLETIONS, prompt=[7] * 1_000_000)
+            with Door(url) as pinger:
+                while not (text.done() and ids.done()):
+                    start = time.monotonic()
+                    assert pinger.http.get("/health").status_code == 200
+                    slowest = max(slowest, time.monotonic() - start)
+            for answer in (text, ids):
+                assert envelope(answer.result(), 400)["code"] == "context_length_exceeded"
+        assert slowest < 2.0
+
+
+def test_text_that_can_not_fit_is_not_even_encoded(served: ServedModel) -> None:
+    class NeverEncodes:
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError("encoded")
+
+    strict = replace(served, tokenizer=NeverEncodes(), longest_token=10)  # type: ignore[arg-type]
+    with http_server(build_app(FakeEngineClient(), strict)) as url, Door(url) as door:
+        error = door.refused(COMPLETIONS, prompt="x" * 20_000)
+        assert error["code"] == "context_length_exceeded" and "2000" in error["message"]
+
+
+def test_an_idle_connection_is_kept(door: Door) -> None:
+    """uvicorn's default closes after 5 s, and the next request of a pool meets a closing socket."""
+    with httpx.Client(base_url=door.url, verify=False) as client:
+        first = client.get("/health")
+        port = first.extensions["network_stream"].get_extra_info("client_addr")
+        time.sleep(5.6)
+        again = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")
+        assert again == port
+
+
 def test_every_route_is_known() -> None:
     """A new route must be added here on purpose: keys and limits are decided per route."""
     app = build_app(FakeEngineClient(), ServedModel("m", "/m", 8, 8, None))

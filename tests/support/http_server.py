@@ -1,4 +1,4 @@
-"""A real uvicorn server for an ASGI app, in a thread of the test's process."""
+"""The product's HTTP server around an ASGI app, in a thread of the test's process."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
+from expertmesh.deploy import listener
 
 
 def free_port() -> int:
@@ -19,20 +19,18 @@ def free_port() -> int:
 @contextmanager
 def http_server(app: Any) -> Iterator[str]:
     """Yields the base URL. The server and its event loop are gone afterwards."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=90, lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    bound = listener.bind("127.0.0.1", 0)
+    server = listener.http_server(app, grace_seconds=1, lifespan=False)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10
     while not server.started:
         assert time.monotonic() < deadline, "the test server did not start"
         time.sleep(0.005)
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)
-        listener.close()
+        bound.close()
         assert not thread.is_alive()

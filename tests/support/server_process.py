@@ -21,7 +21,7 @@ class ServerProcess:
 
     def __init__(self, arguments: list[str]) -> None:
         self.mark = uuid.uuid4().hex
-        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
         environment.pop("RAY_ADDRESS", None)
         self.process = subprocess.Popen(

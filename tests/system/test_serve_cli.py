@@ -143,7 +143,7 @@ class TestRefusals:
         port = free_port()
         self.check(
             7, checkpoint, "--address", f"127.0.0.1:{port}", "--port", str(free_port()),
-            names="did not start",
+            names=f"127.0.0.1:{port}",
         )  # fmt: skip
 
     def test_dry_run_starts_nothing(self, checkpoint: Path) -> None:

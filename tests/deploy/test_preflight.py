@@ -1,0 +1,100 @@
+"""What a start checks, as plain functions."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.deploy import preflight
+from expertmesh.deploy.cli import BUNDLED
+from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.deploy.listener import KEEP_ALIVE_SECONDS, http_server
+from expertmesh.deploy.preflight import MemoryPlan
+from expertmesh.deploy.serve_app import DoorSettings, build_openai_app
+from expertmesh.deploy.serve_command import ServeOptions
+
+
+def options(model: Path, **changes: object) -> ServeOptions:
+    defaults: dict[str, object] = {
+        "model": model, "expert_actors": 2, "attention_replicas": 1, "address": None, "name": "x",
+        "host": "127.0.0.1", "port": 8000, "http_processes": 1, "served_model_name": None,
+        "grace_seconds": 1, "dtype": "auto", "max_model_len": None, "max_running": 4,
+        "kv_pages": 8, "expert_cache_bytes": 1 << 30, "dry_run": False,
+    }  # fmt: skip
+    return ServeOptions(**(defaults | changes))  # type: ignore[arg-type]
+
+
+def test_port_owner_is_named() -> None:
+    with socket.socket() as owner:
+        owner.bind(("127.0.0.1", 0))
+        owner.listen()
+        port = owner.getsockname()[1]
+        with pytest.raises(Refused) as refused:
+            preflight.check_port("127.0.0.1", port)
+    assert refused.value.code is ExitCode.PORT
+    assert str(port) in refused.value.message and str(os.getpid()) in refused.value.message
+    preflight.check_port("127.0.0.1", port)  # free again, though just closed
+    with pytest.raises(Refused, match="no address"):
+        preflight.check_port("no.such.host.invalid", port)
+
+
+def test_memory_plan_counts_what_is_loaded(checkpoint: Path) -> None:
+    config = preflight.check_folder(checkpoint)
+    summary = preflight.check_checkpoint(checkpoint, config)
+    load, engine = LoadSettings(model=checkpoint), EngineSettings(pages=16, slots=2)
+    one = preflight.plan_memory(config, summary, load, engine, 1, 2)
+    two = preflight.plan_memory(config, summary, load, engine, 2, 2)
+    local = preflight.plan_memory(config, summary, load, engine, 2, 0)
+    assert one.attention == summary.attention.parameters * 4
+    assert two.attention == 2 * one.attention and two.experts == one.experts
+    assert local.experts == 2 * one.experts
+    assert one.expert_cache == summary.experts.parameters * 4  # less than a cache may hold
+    assert one.total == sum(
+        (one.attention, one.experts, one.expert_cache, one.state, one.processes)
+    )
+
+
+def test_memory_refusal_has_the_numbers() -> None:
+    plan = MemoryPlan(10**9, 2 * 10**9, 0, 3 * 10**9, 0)
+    preflight.check_memory(plan, 512, 6 * 10**9)
+    with pytest.raises(Refused) as refused:
+        preflight.check_memory(plan, 512, 5 * 10**9)
+    assert refused.value.code is ExitCode.MEMORY
+    assert "6.00 GB" in refused.value.message and "5.00 GB" in refused.value.message
+    assert "512" in refused.value.hint
+
+
+def test_context_is_what_the_pages_hold(checkpoint: Path) -> None:
+    config = preflight.check_folder(checkpoint)
+    assert config.max_position == 4096
+    assert options(checkpoint).context(config) == 8 * 64
+    assert options(checkpoint, kv_pages=512).context(config) == 4096
+    assert options(checkpoint, kv_pages=512, max_model_len=100).context(config) == 100
+    assert options(checkpoint).served_name == "tiny"
+    assert options(checkpoint, expert_actors=0).one_process
+    assert not options(checkpoint, expert_actors=0, attention_replicas=2).one_process
+
+
+def test_bundled_model_passes_its_checks() -> None:
+    config = preflight.check_folder(BUNDLED)
+    summary = preflight.check_checkpoint(BUNDLED, config)
+    assert config.family == "kimi_k3" and summary.packed_matrices > 0
+
+
+def test_idle_connections_outlive_client_pools() -> None:
+    assert KEEP_ALIVE_SECONDS > 75
+    assert http_server(lambda *_: None, 1).config.timeout_keep_alive == KEEP_ALIVE_SECONDS  # type: ignore[arg-type, return-value]
+
+
+def test_serve_arguments_are_strict(checkpoint: Path) -> None:
+    mesh = {"load": {"model": str(checkpoint)}, "expert_actors": 1}
+    assert build_openai_app({"mesh": mesh})
+    for bad in ({"mesh": mesh, "typo": 1}, {"mesh": mesh | {"expert_actor": 2}}, {}):
+        with pytest.raises(ValidationError):
+            build_openai_app(bad)
+    with pytest.raises(ValidationError):
+        DoorSettings(model=checkpoint, replicas=("a",), namespace="n", port=0)
