@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expertmesh.kernels.mla.plan import DecodePlan, plan_decode
+
 PAGE_TOKENS = 64
 # A matmul with 1 row, or with 2 or 3, uses other CPU kernels than one with 4 or more, and their
 # last bits differ. From 4 rows up, a row's result does not depend on how many others there are.
@@ -85,6 +87,11 @@ class Batch:
             table[row, :count] = span.pages[:count]
             table[row, count:] = span.pages[0]
         return torch.from_numpy(table)
+
+    @cached_property
+    def decode_plan(self) -> DecodePlan:
+        """Which cache rows the decode spans read: worked out once for all MLA layers."""
+        return plan_decode(self.page_table_DN, self.lengths_D)
 
     def split(self) -> tuple["Batch", "Batch"] | None:
         """Two halves with about as many rows each, for two micro-batches in flight.

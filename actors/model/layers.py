@@ -51,7 +51,8 @@ class Kda:
         self.project = pack(torch.cat(parts))
         self.gate_up = None if config.full_rank_gate else pack(read("g_b_proj.weight"))
         self.decay_up = pack(read("f_b_proj.weight"))
-        self.conv_weight_CW = torch.cat([f32(f"{n}_conv1d.weight") for n in "qkv"]).squeeze(1)
+        conv_WC = torch.cat([f32(f"{n}_conv1d.weight") for n in "qkv"]).squeeze(1).t()
+        self.conv_weight_CW = conv_WC.contiguous().t()  # the kernel reads it tap by tap
         # Stored per head, padded to a multiple with zeros in K3: the first `heads` count.
         self.a_log_H = f32("A_log").reshape(-1)[: self.heads].contiguous()
         self.dt_bias_HD = f32("dt_bias").view(self.heads, self.dim)
@@ -158,6 +159,7 @@ class Mla:
             batch.page_table_DN,
             batch.lengths_D,
             self.scale,
+            batch.decode_plan,
         )
         if count < padded:
             o_BHR = torch.cat([o_BHR, o_BHR.new_zeros(padded - count, *o_BHR.shape[1:])])

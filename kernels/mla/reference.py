@@ -21,10 +21,13 @@ def mla_decode(
     page_table_BN: Tensor,
     lengths_B: Tensor,
     scale: float,
+    plan: object = None,
 ) -> Tensor:
     """score_s = (q_latent . latent_s + q_rope . rope_s) * scale;  out = sum_s softmax_s latent_s.
 
     lengths_B includes the new token, whose row is already in the cache. Returns [B, H, R].
+
+    `plan` is the fast version's and not needed here.
     """
     batch, heads, rank = q_latent_BHR.shape
     out = torch.empty_like(q_latent_BHR)
