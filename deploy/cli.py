@@ -65,9 +65,6 @@ def serve(
     ] = "expertmesh",
     host: Annotated[str, typer.Option(rich_help_panel=_HTTP)] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=_HTTP)] = 8000,
-    http_processes: Annotated[
-        int, typer.Option(min=1, rich_help_panel=_HTTP, help="Front-door processes on the port.")
-    ] = 1,
     served_model_name: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(rich_help_panel=_HTTP, help="Default: the folder's name."),
@@ -134,7 +131,6 @@ def serve(
         name=name,
         host=host,
         port=port,
-        http_processes=http_processes,
         served_model_name=served_model_name,
         grace_seconds=grace_seconds,
         dtype=dtype,

@@ -13,7 +13,7 @@ KEEP_ALIVE_SECONDS = 90
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     """A listening address. Raises OSError when it is taken.
 
-    shared: several processes of one server may bind it; the kernel spreads connections.
+    shared: other processes of this server may bind it too; the kernel spreads connections.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -85,8 +85,7 @@ class Door:
     """A front door that listens by itself. Serve starts, watches and replaces it."""
 
     async def __init__(self, settings: DoorSettings) -> None:  # type: ignore[misc]
-        # Several replicas on a node share the port; they must belong to one server, so the
-        # caller checks beforehand that nobody else has it.
+        # Shared, so that a replacement can listen before the replica it replaces has let go.
         listener = bind(settings.host, settings.port, shared=True)
         app = await asyncio.to_thread(door_app, settings)
         self._server = http_server(app, settings.grace_seconds)
@@ -103,7 +102,7 @@ class Door:
         await asyncio.wait([self._task])
 
 
-def door_application(settings: DoorSettings, node_address: str, replicas: int = 1) -> Application:
+def door_application(settings: DoorSettings, node_address: str) -> Application:
     """The listening front door, to be run with Serve's own proxies disabled.
 
     node_address: the node whose port it is; elsewhere in the cluster nobody would look for it.
@@ -111,7 +110,7 @@ def door_application(settings: DoorSettings, node_address: str, replicas: int = 
     deployment = _deployment(
         Door,
         name="door",
-        num_replicas=replicas,
+        num_replicas=1,
         max_ongoing_requests=1000,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=settings.grace_seconds + 5,

@@ -37,7 +37,6 @@ class ServeOptions:
     name: str
     host: str
     port: int
-    http_processes: int
     served_model_name: str | None
     grace_seconds: int
     dtype: str
@@ -224,8 +223,6 @@ def _serve_mesh(console: Console, options: ServeOptions, config: ModelConfig) ->
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if options.address is None:
-        os.environ["RAY_ADDRESS"] = "local"  # never join a cluster that happens to run here
     with Children():
         _run_mesh(console, options, config, began)
 
@@ -287,7 +284,7 @@ def _run_mesh(console: Console, options: ServeOptions, config: ModelConfig, bega
         try:
             serve.start(proxy_location="Disabled")
             handle = serve.run(
-                door_application(door, here, options.http_processes),
+                door_application(door, here),
                 name=application,
                 route_prefix=None,
             )

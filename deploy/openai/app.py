@@ -19,6 +19,7 @@ from expertmesh.deploy.openai.body import read_json
 from expertmesh.deploy.openai.errors import ApiError, bad, from_validation, unavailable, unsupported
 from expertmesh.deploy.openai.generation import Generation
 from expertmesh.deploy.openai.middleware import Edge
+from expertmesh.deploy.openai.openapi import add_definitions, request_body
 from expertmesh.deploy.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -56,12 +57,7 @@ def build_app(client: EngineClient, info: ServedModel, lifespan: Lifespan | None
     app.add_exception_handler(HTTPException, _on_http_error)
 
     def post(path: str, model: type[Strict], endpoint: Any) -> None:
-        # The body is read and checked by hand (limits first, one envelope); the schema is for
-        # readers of /openapi.json.
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        schema.pop("$defs", None)
-        body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        app.post(path, openapi_extra={"requestBody": body}, response_model=None)(endpoint)
+        app.post(path, openapi_extra=request_body(model), response_model=None)(endpoint)
 
     post("/v1/completions", CompletionRequest, door.completions)
     post("/v1/chat/completions", ChatRequest, door.chat)
@@ -73,6 +69,7 @@ def build_app(client: EngineClient, info: ServedModel, lifespan: Lifespan | None
     app.get("/ready", response_model=None)(door.ready)
     app.get("/version", response_model=None)(door.version)
     app.get("/metrics", response_model=None)(door.metrics)
+    add_definitions(app, (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest))
     return app
 
 

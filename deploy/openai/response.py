@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from expertmesh.actors.attention.messages import TokenOutput
 from expertmesh.deploy.engine_client import EngineClient, Pace, at_the_end
-from expertmesh.deploy.openai.errors import ApiError
+from expertmesh.deploy.openai.errors import ApiError, unavailable
 from expertmesh.deploy.openai.generation import DONE, KEEP_ALIVE, Generation, event
 from expertmesh.deploy.openai.run import Feed, all_choices, api_error
 from expertmesh.deploy.openai.telemetry import Telemetry
@@ -73,6 +73,12 @@ class GenerationResponse(Response):
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 self._telemetry.cancelled()
+        except asyncio.CancelledError:
+            # The server stops and the grace time is over. Without this the stream would look
+            # like a short but complete answer.
+            work.cancel()
+            await self._send_error(unavailable("the server is stopping"), send)
+            raise
         finally:
             self._traffic.requests -= 1
             # Cancelling closes the client's iterators, which aborts the request in the engine.

@@ -216,9 +216,8 @@ def test_choices_and_token_ids(door: Door, fake: FakeEngineClient) -> None:
 
 
 def test_replayed_histories(door: Door, fake: FakeEngineClient, tokenizer: Tokenizer) -> None:
-    call = {
-        "id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'},
-    }  # fmt: skip
+    function = {"name": "f", "arguments": '{"a":1}'}
+    call = {"id": "functions.f:0", "type": "function", "function": function}
     history = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "thinking…", "tool_calls": [call]},

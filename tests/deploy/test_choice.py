@@ -1,5 +1,7 @@
 """Text does not depend on how tokens are grouped, nor on stops being looked for along the way."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def run(
     choice = ChoiceText(tokenizer, stops=stops, include_stop=include)
     text, counted, offsets = "", [], []
     edges = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         piece = ids[begin:end]
         output = TokenOutput(
             request_id="r",

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertmesh.actors.attention.messages import GenerateRequest
+from expertmesh.actors.attention.messages import GenerateRequest, TokenLogprobs
 from expertmesh.actors.model.tokenizer import Tokenizer
 from tests.deploy.conftest import VOCAB
+from tests.support import fake_client
 from tests.support.door import Door, finish, joined
 from tests.support.fake_client import FakeEngineClient
 
@@ -45,7 +46,7 @@ def both(door: Door, prompt: Any = "x", **body: Any) -> tuple[dict[str, Any], li
         ]
         if choice["logprobs"]:
             for name in LOGPROB_ARRAYS:
-                assert sum([one[name] for one in streamed], []) == choice["logprobs"][name]
+                assert [x for one in streamed for x in one[name]] == choice["logprobs"][name]
     return plain, events
 
 
@@ -172,9 +173,6 @@ def test_token_ids_as_logprob_keys(door: Door) -> None:
 
 
 def test_minus_infinity_is_floored(door: Door, fake: FakeEngineClient, monkeypatch: Any) -> None:
-    from expertmesh.actors.attention.messages import TokenLogprobs
-    from tests.support import fake_client
-
     def masked(token: int, top: int, vocab_size: int) -> TokenLogprobs:
         return TokenLogprobs(token, -math.inf, 1, [(token, -math.inf), (1, math.nan)][:top])
 
@@ -189,7 +187,8 @@ def test_token_ids_on_request(door: Door, fake: FakeEngineClient) -> None:
     choice = plain["choices"][0]
     assert choice["token_ids"] == [*b"abc", EOS] and choice["prompt_token_ids"] == [1, 2]
     assert events[0]["choices"][0]["prompt_token_ids"] == [1, 2]
-    assert sum([event["choices"][0]["token_ids"] for event in events], []) == choice["token_ids"]
+    streamed = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert streamed == choice["token_ids"]
 
 
 def test_several_choices(door: Door, fake: FakeEngineClient) -> None:

@@ -1,4 +1,4 @@
-"""When things go wrong: the right status, one envelope, streams that say so, nothing left behind."""
+"""When things go wrong: the right status, one envelope, streams that say so, nothing left."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def test_bodies_that_are_no_json_object(door: Door, body: str) -> None:
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_no_json(door: Door, literal: str) -> None:
-    body = '{"model":"tiny","prompt":"x","temperature":%s}' % literal
+    body = f'{{"model":"tiny","prompt":"x","temperature":{literal}}}'
     envelope(door.http.post(COMPLETIONS, content=body), 400)
 
 
@@ -293,7 +293,8 @@ def test_text_that_can_not_fit_is_not_even_encoded(served: ServedModel) -> None:
 
 def test_an_idle_connection_is_kept(door: Door) -> None:
     """uvicorn's default closes after 5 s, and the next request of a pool meets a closing socket."""
-    with httpx.Client(base_url=door.url, verify=False) as client:
+    patient = httpx.Limits(keepalive_expiry=60)
+    with httpx.Client(base_url=door.url, verify=False, limits=patient) as client:
         first = client.get("/health")
         port = first.extensions["network_stream"].get_extra_info("client_addr")
         time.sleep(5.6)

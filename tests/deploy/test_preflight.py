@@ -21,7 +21,7 @@ from expertmesh.deploy.serve_command import ServeOptions
 def options(model: Path, **changes: object) -> ServeOptions:
     defaults: dict[str, object] = {
         "model": model, "expert_actors": 2, "attention_replicas": 1, "address": None, "name": "x",
-        "host": "127.0.0.1", "port": 8000, "http_processes": 1, "served_model_name": None,
+        "host": "127.0.0.1", "port": 8000, "served_model_name": None,
         "grace_seconds": 1, "dtype": "auto", "max_model_len": None, "max_running": 4,
         "kv_pages": 8, "expert_cache_bytes": 1 << 30, "dry_run": False,
     }  # fmt: skip

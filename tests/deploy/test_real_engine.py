@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+from expertmesh.cluster import metrics
 from tests.deploy.test_completions import both
 from tests.support.door import Door, joined
 
@@ -191,8 +192,6 @@ def test_abandoned_requests_free_everything(real: Door) -> None:
 
 
 def test_lines_of_metrics_are_well_formed(real: Door) -> None:
-    from expertmesh.cluster import metrics
-
     text = real.http.get("/metrics").text
     assert "nan" not in text.lower().replace("name", "")
     exposed = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}

@@ -1,4 +1,4 @@
-"""What a request may say: strict types, null as absent, named unknowns, every limit with numbers."""
+"""What a request may say: strict types, null as absent, named unknowns, limits with numbers."""
 
 from typing import Any
 
