@@ -212,7 +212,9 @@ class Link:
     async def _look(self, actor: Any, reader: "asyncio.Task[None]") -> None:
         """Ask for health until the stream breaks or an answer stays out."""
         while True:
-            health = asyncio.ensure_future(_answer(actor.health.remote()))
+            # With our name: a replica aborts the requests of an ingress that falls silent. Ray
+            # does not tell it, it keeps the stream of a dead reader open.
+            health = asyncio.ensure_future(_answer(actor.health.remote(self._ingress)))
             try:
                 await asyncio.wait(
                     [health, reader], timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED

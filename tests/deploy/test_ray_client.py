@@ -68,7 +68,8 @@ class Replica:
     async def _abort(self, ids: list[str]) -> None:
         self.aborted += ids
 
-    async def _health(self) -> tuple[bool, str]:
+    async def _health(self, ingress: str) -> tuple[bool, str]:
+        assert ingress  # else the replica could not tell that this front door is gone
         await self._pause()
         return self.healthy
 
@@ -101,9 +102,7 @@ def out(name: str, *ids: int, finish: Any = None) -> TokenOutput:
 
 
 async def collect(client: RayEngineClient, name: str) -> list[int]:
-    return [
-        token async for output in client.generate(request(name)) for token in output.token_ids
-    ]
+    return [token async for output in client.generate(request(name)) for token in output.token_ids]
 
 
 def run(scenario: Callable[[RayEngineClient, list[Replica]], Coroutine[Any, Any, None]]) -> None:
