@@ -94,7 +94,7 @@ class Engine:
         eos_ids: Iterable[int],
     ) -> None:
         self.model, self.state, self.exchange, self.settings = model, state, exchange, settings
-        self.pages, self.slots = Pool("page", state.pages), Pool("slot", state.slots)
+        self.pages, self.slots = Pool("page", state.pages), Pool("slot", state.slots, compact=True)
         self.scheduler = Scheduler(settings, self.pages, self.slots)
         self.sampler = Sampler(model.kernels)
         self.limits = Limits(

@@ -1,6 +1,7 @@
 """From a plan to the batch the model runs, and what its logits rows are for."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -36,6 +37,9 @@ class Step:
     wants_routing: bool
 
 
+_slot = attrgetter("slot")
+
+
 def build_step(plan: Plan) -> Step:
     """Decode rows first, prompt chunks after, logits rows ascending (Batch.split relies on it)."""
     tokens: list[int] = []
@@ -47,7 +51,8 @@ def build_step(plan: Plan) -> Step:
     prompt_rows: list[PromptRows] = []
     scored: list[Sequence] = []
     routing = False
-    for row, seq in enumerate(plan.decode):
+    # By slot: the KDA kernels update a run of neighbouring slots in place.
+    for row, seq in enumerate(sorted(plan.decode, key=_slot)):
         at = seq.computed
         tokens.append(seq.tokens[at])
         spans.append(Span(seq.slot, row, 1, at, seq.pages, True))

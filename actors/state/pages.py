@@ -5,6 +5,8 @@ conv windows. Both are numbered things of a fixed count that belong to at most o
 pools only count: zeroing a slot for its new owner is the engine's step (ModelState.zero_slot).
 """
 
+from heapq import heappop, heappush
+
 from expertmesh.actors.model.batch import PAGE_TOKENS
 
 NOBODY = -1
@@ -23,13 +25,19 @@ def pages_for(tokens: int) -> int:
 
 
 class Pool:
-    """Numbers 0..size-1, each free or owned by one sequence. take and give_back are O(count)."""
+    """Numbers 0..size-1, each free or owned by one sequence. take and give_back are O(count).
 
-    def __init__(self, kind: str, size: int) -> None:
+    compact: hand out the lowest free numbers (O(count log size)), so that those in use stay close
+    together: KDA kernels update a run of neighbouring slots in place, without a gather.
+    """
+
+    def __init__(self, kind: str, size: int, *, compact: bool = False) -> None:
         if size < 1:
             raise ValueError(f"{kind}s: {size} is not a positive count")
         self.kind, self.size = kind, size
-        self._free = list(range(size - 1, -1, -1))  # a stack: the last used is the warmest
+        # A heap of the lowest, or a stack: the last used is the warmest.
+        self._free = list(range(size)) if compact else list(range(size - 1, -1, -1))
+        self._compact = compact
         self._owner = [NOBODY] * size
 
     @property
@@ -42,7 +50,8 @@ class Pool:
             raise OwnershipError(
                 f"sequence {owner} asks for {count} {self.kind}s, {len(self._free)} are free"
             )
-        taken = [self._free.pop() for _ in range(count)]
+        free = self._free
+        taken = [heappop(free) if self._compact else free.pop() for _ in range(count)]
         for number in taken:
             if self._owner[number] != NOBODY:
                 raise OwnershipError(
@@ -59,7 +68,10 @@ class Pool:
                     f"sequence {owner} frees {self.kind} {number}, owner {self._owner[number]}"
                 )
             self._owner[number] = NOBODY
-            self._free.append(number)
+            if self._compact:
+                heappush(self._free, number)
+            else:
+                self._free.append(number)
 
     def owned_by(self, owner: int) -> list[int]:
         """All numbers of one owner, ascending. O(size): for checks, not for the step."""

@@ -130,7 +130,7 @@ def test_the_youngest_makes_room_and_nobody_takes_it() -> None:
     assert names(engine) == ["r0", "r1", "r2"]
     while engine.pages.free and engine.has_work:
         engine.step()
-    engine.submit(request("late", [9], 1))
+    engine.submit(request("late", [9], 5))
     while not engine.scheduler.preemptions and engine.has_work:
         engine.step()
         check_books(engine)

@@ -25,7 +25,7 @@ def test_rows_paths_and_logits() -> None:
     recomputed = sequence(5, prompt=2, generated=1, computed=0, end=2, prompt_logprobs=0)
     recomputed.prompt_logprobs = [None] * 2
     counted = sequence(6, prompt=2, generated=0, computed=1, end=2, max_tokens=0)
-    step = build_step(Plan([], [new, replayed], [first_part, scored, recomputed, counted]))
+    step = build_step(Plan([], [replayed, new], [first_part, scored, recomputed, counted]))
 
     batch = step.batch
     assert batch.token_ids_T.tolist() == [

@@ -54,9 +54,17 @@ def test_empty_pool_is_refused() -> None:
         Pool("slot", 0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60))
-def test_every_number_has_one_owner(moves: list[tuple[int, int]]) -> None:
-    pool = Pool("page", 8)
+def test_compact_pool_hands_out_the_lowest() -> None:
+    pool = Pool("slot", 5, compact=True)
+    assert pool.take(1, 3) == [0, 1, 2]
+    assert pool.take(2, 1) == [3]
+    pool.give_back(1, [2, 0, 1])
+    assert pool.take(3, 2) == [0, 1] and pool.take(4, 2) == [2, 4]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60), st.booleans())
+def test_every_number_has_one_owner(moves: list[tuple[int, int]], compact: bool) -> None:
+    pool = Pool("page", 8, compact=compact)
     held: dict[int, list[int]] = {owner: [] for owner in range(4)}
     for owner, count in moves:
         if count <= pool.free:
