@@ -86,11 +86,18 @@ class AttentionControl:
     thread when a peer opens a step, leaves or is lost.
     """
 
-    def __init__(self, groups: Groups, on_wake: Callable[[], None] | None = None) -> None:
-        self._groups, self._on_wake = groups, on_wake
+    def __init__(
+        self,
+        groups: Groups,
+        on_wake: Callable[[], None] | None = None,
+        tell_experts: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """tell_experts: sends an announcement to all expert ranks, where not the group does."""
+        self._groups, self._on_wake, self._tell_experts = groups, on_wake, tell_experts
         roster, rank = groups.roster, groups.rank
         self._others = [peer for peer in range(roster.attention) if peer != rank]
-        self._all = [peer for peer in range(roster.size) if peer != rank]
+        others = roster.size if tell_experts is None else roster.attention
+        self._all = [peer for peer in range(others) if peer != rank]
         self._out = torch.zeros(WORDS, dtype=torch.int64)
         self._sends: list[tuple[int, Any]] = []
         self._changed = threading.Condition()
@@ -137,6 +144,8 @@ class AttentionControl:
     def _announce(self, opening: Opening) -> None:
         self._settle()
         opening.write(self._out)
+        if self._tell_experts is not None:
+            self._tell_experts(self._out)
         peer = -1
         try:
             for peer in self._all:
@@ -200,8 +209,12 @@ class AttentionControl:
 class ExpertControl:
     """Parks until an attention rank opens a step."""
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(
+        self, groups: Groups, hear: Callable[[int, Tensor, Where, bool], None] | None = None
+    ) -> None:
+        """hear: receives an announcement of an attention rank, where not the group does; its last
+        argument says whether to park."""
+        self._groups, self._hear = groups, hear
         self._peers = range(groups.roster.attention)
         self._messages = [torch.zeros(WORDS, dtype=torch.int64) for _ in self._peers]
         self._posted: list[Any] = []
@@ -212,10 +225,14 @@ class ExpertControl:
         """The plan of the next step; None when an attention rank has left. Raises ExchangeError."""
         self._step += 1
         openings = []
-        for peer, work in zip(self._peers, self._posted, strict=True):
+        for peer in self._peers:
             where = Where(peer, -1, "open", self._step)
             # Parked on the first; every attention rank announces, so the others are close behind.
-            self._groups.wait(work, where, PARKED if peer == 0 else None)
+            parked = peer == 0
+            if self._hear is not None:
+                self._hear(peer, self._messages[peer], where, parked)
+            else:
+                self._groups.wait(self._posted[peer], where, PARKED if parked else None)
             opening = Opening.read(self._messages[peer])
             if opening.kind == LEAVE:
                 return None
@@ -225,6 +242,8 @@ class ExpertControl:
         return StepPlan.of(openings, max_rows)
 
     def _post(self) -> None:
+        if self._hear is not None:
+            return
         try:
             self._posted = [
                 self._groups.receive(message, peer, CONTROL_TAG)

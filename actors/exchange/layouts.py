@@ -31,6 +31,7 @@ class Flight:
     replies: list[Frame]
     receives: list[Any]
     sends: list[Any]
+    landed: bool = False
 
 
 class AttentionEnd(Protocol):
@@ -59,7 +60,7 @@ class ExpertEnd(Protocol):
     def send(self, at: Round, capacity: int, rows: list[int]) -> None: ...
 
 
-class _Frames:
+class FrameSets:
     """Frames kept for reuse, by purpose: one set per micro-batch, chunk and peer."""
 
     def __init__(self, sections: tuple[Section, ...], max_rows: int, device: torch.device) -> None:
@@ -81,8 +82,8 @@ class ExactAttention:
         self._groups = groups
         roster = groups.roster
         self._peers = range(roster.attention, roster.size)
-        self._out = _Frames(formats.dispatch, max_rows, groups.device)
-        self._in = _Frames(formats.combine, max_rows, groups.device)
+        self._out = FrameSets(formats.dispatch, max_rows, groups.device)
+        self._in = FrameSets(formats.combine, max_rows, groups.device)
 
     def outgoing(self, at: Round, capacity: int) -> list[Frame]:
         return self._out.get(len(self._peers), at.micro, at.chunk)
@@ -115,8 +116,8 @@ class ExactExpert:
     def __init__(self, groups: Groups, formats: Formats, max_rows: int) -> None:
         self._groups = groups
         self._peers = range(groups.roster.attention)
-        self._in = _Frames(formats.dispatch, max_rows, groups.device)
-        self._out = _Frames(formats.combine, max_rows, groups.device)
+        self._in = FrameSets(formats.dispatch, max_rows, groups.device)
+        self._out = FrameSets(formats.combine, max_rows, groups.device)
         self._turn = 0
         self._posted = self._post()
         self._sends: dict[int, list[Any]] = {}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.base import ExchangeError
 from expertmesh.actors.exchange.control import AttentionControl, StepPlan
+from expertmesh.actors.exchange.direct import DirectAttention
 from expertmesh.actors.exchange.layouts import (
     AttentionEnd,
     ExactAttention,
@@ -45,10 +46,10 @@ def formats_of(settings: ExchangeSettings, width: int, top_k: int, device: torch
     return Formats(dispatch, combine_sections(DTYPES[settings.combine_dtype], width))
 
 
-def is_padded(settings: ExchangeSettings, device: torch.device) -> bool:
+def layout_of(settings: ExchangeSettings, device: torch.device) -> str:
     if settings.layout == "auto":
-        return device.type == "cuda"
-    return settings.layout == "padded"
+        return "padded" if device.type == "cuda" else "direct"
+    return settings.layout
 
 
 @dataclass(slots=True)
@@ -98,14 +99,19 @@ class MeshExchange:
         self._groups = Groups(roster, rank, settings, self.device, host)
         formats = formats_of(settings, width, top_k, self.device)
         self._dtype = formats.dispatch[0].dtype
-        padded = is_padded(settings, self.device)
-        end = PaddedAttention if padded else ExactAttention
-        self._end: AttentionEnd = end(self._groups, formats, settings.max_rows)
+        layout, tell = layout_of(settings, self.device), None
+        self._end: AttentionEnd
+        if layout == "direct":
+            self._end = direct = DirectAttention(self._groups, formats, settings.max_rows, host)
+            tell = direct.tell
+        else:
+            end = PaddedAttention if layout == "padded" else ExactAttention
+            self._end = end(self._groups, formats, settings.max_rows)
         self._tables = {
             layer: torch.stack(tables).numpy()
             for layer, tables in roster.slot_tables(num_experts).items()
         }
-        self._control = AttentionControl(self._groups, on_wake)
+        self._control = AttentionControl(self._groups, on_wake, tell)
         self._plan: StepPlan | None = None
         self._micros = 1
         self._in_flight: set[int] = set()

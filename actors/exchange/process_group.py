@@ -7,6 +7,7 @@ group, so that the next epoch can be built beside the running one.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -62,12 +63,13 @@ class Groups:
         self.roster, self.rank, self.device = roster, rank, device
         self.deadline = timedelta(seconds=settings.deadline_s)
         self._closed = False
+        self.on_close: list[Callable[[], None]] = []
         self.verdict: str | None = None
-        limit = timedelta(seconds=settings.join_deadline_s)
+        limit = self.join_deadline = timedelta(seconds=settings.join_deadline_s)
         where = Where(rank, -1, "join", -1)
         try:
             store = TCPStore(*roster.store, is_master=False, wait_for_workers=False, timeout=limit)
-            prefix = PrefixStore(f"epoch/{roster.epoch}", store)
+            prefix = self.store = PrefixStore(f"epoch/{roster.epoch}", store)
             self.control: Any = _gloo(PrefixStore("control", prefix), roster, rank, host, limit)
             self.dispatch: Any = self.control
             self.combine: Any = self.control
@@ -95,10 +97,10 @@ class Groups:
         """Blocks until `work` is done. A late or lost peer closes the group and is named."""
         limit = self.deadline if timeout is None else timeout
         try:
-            if not on_device:
-                work.wait(limit)
-            else:
+            if on_device and self.device.type != "cpu":
                 self._poll(work, limit)
+            else:
+                work.wait(limit)
         except RuntimeError as error:
             raise self.lost(where, error) from error
 
@@ -119,6 +121,8 @@ class Groups:
         if self._closed:
             return
         self._closed = True
+        for end in self.on_close:
+            end()
         # gloo has no abort that reaches a waiting thread, but a receive that times out closes
         # all connections of its group; nobody sends with this tag. A connection that is closed
         # already fails at once and closes no other: go on to the next.

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.base import PartialSums
 from expertmesh.actors.exchange.control import ExpertControl, StepPlan
+from expertmesh.actors.exchange.direct import DirectExpert
 from expertmesh.actors.exchange.layouts import ExactExpert, ExpertEnd, PaddedExpert
-from expertmesh.actors.exchange.mesh import formats_of, is_padded
+from expertmesh.actors.exchange.mesh import formats_of, layout_of
 from expertmesh.actors.exchange.process_group import Groups, Where
 from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.settings import ExchangeSettings
@@ -49,9 +50,15 @@ class MeshServer:
         self._max_rows = settings.max_rows
         self._groups = Groups(roster, rank, settings, self.device, host)
         formats = formats_of(settings, width, top_k, self.device)
-        end = PaddedExpert if is_padded(settings, self.device) else ExactExpert
-        self._end: ExpertEnd = end(self._groups, formats, settings.max_rows)
-        self._control = ExpertControl(self._groups)
+        layout, hear = layout_of(settings, self.device), None
+        self._end: ExpertEnd
+        if layout == "direct":
+            self._end = direct = DirectExpert(self._groups, formats, settings.max_rows, host)
+            hear = direct.hear
+        else:
+            end = PaddedExpert if layout == "padded" else ExactExpert
+            self._end = end(self._groups, formats, settings.max_rows)
+        self._control = ExpertControl(self._groups, hear)
         self.work = {layer: LayerWork() for layer in roster.layers}
         self.steps = 0
 

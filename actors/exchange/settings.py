@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 class ExchangeSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layout: Literal["auto", "exact", "padded"] = Field(
+    layout: Literal["auto", "direct", "exact", "padded"] = Field(
         default="auto",
-        description="exact: one point-to-point message per pair, as long as its rows. "
-        "padded: all_to_all_single with one capacity for all pairs. auto: exact on CPU (gloo), "
-        "padded on CUDA (NCCL).",
+        description="direct: a TCP connection per pair. exact: one point-to-point message of the "
+        "process group per pair, as long as its rows. padded: all_to_all_single with one capacity "
+        "for all pairs. auto: direct on CPU, padded on CUDA (NCCL).",
     )
     dispatch_dtype: Literal["auto", "float32", "bfloat16", "float8"] = Field(
         default="auto",

@@ -83,6 +83,11 @@ class Frame:
         """Plain memory: a header is read and written in a microsecond instead of ten."""
         return self._header.numpy() if self.buffer.device.type == "cpu" else None
 
+    @cached_property
+    def memory(self) -> memoryview:
+        """The buffer for sockets; host memory only."""
+        return memoryview(self.buffer.numpy())
+
     def write_header(self, at: Round, rows: int) -> None:
         values = (MAGIC, *at, rows, 0)
         if self._header_on_cpu is not None:

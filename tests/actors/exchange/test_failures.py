@@ -20,7 +20,7 @@ from expertmesh.actors.exchange.wire import Frame
 from tests.actors.exchange.toy import HOST, Shape, ThreadMesh, ToyBank, in_threads
 
 DEADLINE = 1.5
-LAYOUTS = ["exact", "padded"]
+LAYOUTS = ["direct", "exact", "padded"]
 
 
 def shape_of(layout: str, **more: int) -> Shape:
@@ -83,7 +83,7 @@ def test_a_killed_expert_is_named_at_once(layout: str) -> None:
         assert time.monotonic() - began < DEADLINE + 0.5
         assert caught.value.step >= 3
         assert "closed by peer" in caught.value.reason or "deadline" in caught.value.reason
-        if layout == "exact":
+        if layout != "padded":
             assert caught.value.rank == 2 and "expert 1" in str(caught.value)
         processes[0].join(5)
         assert processes[0].exitcode == 3, "the survivor must not wait for ever"
@@ -109,13 +109,13 @@ def test_a_stopped_expert_is_named_within_the_deadline(layout: str) -> None:
         error = caught.value
         assert (error.layer, error.step) == (shape.layers[0], 3)
         assert "deadline" in error.reason
-        if layout == "exact":
+        if layout != "padded":
             assert (error.rank, error.phase) == (2, "combine")
 
 
 def test_an_idle_mesh_uses_no_processor() -> None:
     """Parked for longer than the deadline, then woken: no polling, no timeout."""
-    shape = shape_of("exact")
+    shape = shape_of("direct")
     with process_mesh(shape) as (exchange, processes):
         batch = shape.rows(6)
         steps(exchange, shape, batch, 3)
@@ -140,7 +140,7 @@ class FailingBank(ToyBank):
 
 
 def test_a_failing_expert_does_not_leave_the_others_waiting() -> None:
-    shape = shape_of("exact")
+    shape = shape_of("direct")
     with ThreadMesh(shape) as mesh:
         mesh.servers[1]._bank = FailingBank(mesh.roster, 1, shape.num_experts, shape.width)
         began = time.monotonic()
@@ -181,7 +181,7 @@ def test_a_wrong_header_is_an_error(
 
 
 def test_replicas_that_disagree_on_the_step_are_told_so() -> None:
-    shape = shape_of("exact", attention=2)
+    shape = shape_of("direct", attention=2)
     with ThreadMesh(shape) as mesh:
         mesh.exchanges[1]._control._step = 4
         work = [lambda r=r: mesh.exchanges[r].begin_step(1) for r in range(2)]
@@ -190,7 +190,7 @@ def test_replicas_that_disagree_on_the_step_are_told_so() -> None:
 
 
 def test_a_replica_that_does_not_join_is_named() -> None:
-    shape = shape_of("exact", attention=2)
+    shape = shape_of("direct", attention=2)
     with ThreadMesh(shape) as mesh:
         began = time.monotonic()
         with pytest.raises(ExchangeError, match="rank 1, layer -1, open, step 0: attention 1"):
@@ -199,7 +199,7 @@ def test_a_replica_that_does_not_join_is_named() -> None:
 
 
 def test_a_replica_that_leaves_is_an_error_for_the_others() -> None:
-    shape = shape_of("exact", attention=2)
+    shape = shape_of("direct", attention=2)
     with ThreadMesh(shape) as mesh:
         mesh.exchanges[1].close()
         with pytest.raises(ExchangeError, match="attention 1"):
@@ -207,7 +207,7 @@ def test_a_replica_that_leaves_is_an_error_for_the_others() -> None:
 
 
 def test_a_step_that_is_used_wrongly_ends_the_epoch() -> None:
-    shape = shape_of("exact")
+    shape = shape_of("direct")
     batch = shape.rows(4)
     with ThreadMesh(shape) as mesh:
         with pytest.raises(ExchangeError, match="not in the step"):
@@ -221,7 +221,7 @@ def test_a_step_that_is_used_wrongly_ends_the_epoch() -> None:
 
 
 def test_the_next_epoch_is_built_beside_the_running_one() -> None:
-    shape = shape_of("exact")
+    shape = shape_of("direct")
     with ThreadMesh(shape) as old, ThreadMesh(shape) as new:
         steps(old.exchanges[0], shape, shape.rows(3), 1)
         steps(new.exchanges[0], shape, shape.rows(5), 1)

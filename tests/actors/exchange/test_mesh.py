@@ -10,7 +10,7 @@ from expertmesh.actors.exchange.mesh import MeshExchange
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from tests.actors.exchange.toy import Rows, Shape, ThreadMesh, in_threads
 
-LAYOUTS = ["exact", "padded"]
+LAYOUTS = ["direct", "exact", "padded"]
 
 
 def settings(layout: str, **more: object) -> ExchangeSettings:
