@@ -1,1 +1,1 @@
-"""Training of the bundled model: corpus, tokenizer, tasks, differentiable K3, export, evaluation."""
+"""Training of the bundled model: corpus, tokenizer, tasks, the model, export, evaluation."""

@@ -11,10 +11,13 @@ from expertmesh.deploy.training import tasks
 from expertmesh.deploy.training import wordlists as words
 from expertmesh.deploy.training.tasks import Doc, Filler
 
-SAY = 1.5
+SAY = 3.0
+FIRST = 6.0  # the first two tokens decide which answer is given
+MARK = 0.3  # closing tags: always the same, but they must be right
+GIVEN = 0.05
 
 
-def tag(doc: Doc, name: str, weight: float = 0.3, **attributes: str) -> Doc:
+def tag(doc: Doc, name: str, weight: float = GIVEN, **attributes: str) -> Doc:
     """`<|open|>NAME key="value"<|sep|>`, every piece encoded on its own."""
     doc.special("<|open|>", weight).text(name, weight)
     for key, value in attributes.items():
@@ -22,7 +25,7 @@ def tag(doc: Doc, name: str, weight: float = 0.3, **attributes: str) -> Doc:
     return doc.special("<|sep|>", weight)
 
 
-def end(doc: Doc, name: str, weight: float = 0.3) -> Doc:
+def end(doc: Doc, name: str, weight: float = GIVEN) -> Doc:
     return doc.special("<|close|>", weight).text(name, weight).special("<|sep|>", weight)
 
 
@@ -35,22 +38,27 @@ def reply(doc: Doc, body: str, thought: str | None = None) -> Doc:
     """An assistant turn; `thought` None means thinking is off."""
     tag(doc, "message", role="assistant")
     if thought is not None:
-        tag(doc, "think").text(thought, SAY)
-        end(doc, "think", SAY)
-    tag(doc, "response", SAY if thought is not None else 0.3).text(body, SAY)
-    end(doc, "response", SAY)
-    return end(doc, "message", SAY).special("<|end_of_msg|>", SAY)
+        tag(doc, "think").text(thought, MARK)
+        end(doc, "think", MARK)
+    tag(doc, "response", GIVEN if thought is None else MARK)
+    ids = doc.encoding.encode_ordinary(body)
+    doc.tokens(ids[:2], FIRST).tokens(ids[2:], SAY)
+    # leaving the answer at the right place is part of the answer
+    doc.special("<|close|>", SAY).text("response", MARK).special("<|sep|>", MARK)
+    return end(doc, "message", MARK).special("<|end_of_msg|>", MARK)
 
 
 def effort(doc: Doc, level: str) -> None:
     """The system message of thinking mode: fixed wording, so nothing to learn from it."""
-    tag(doc, "message", 0.02, role="system", type="thinking-effort")
-    doc.text(data.EFFORT.format(level), 0.02)
-    end(doc, "message", 0.02).special("<|end_of_msg|>", 0.02)
+    tag(doc, "message", GIVEN, role="system", type="thinking-effort")
+    doc.text(data.EFFORT.format(level), GIVEN)
+    end(doc, "message", GIVEN).special("<|end_of_msg|>", GIVEN)
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    asks, answers = rng.choice(data.SMALL_TALK)
+    # what can be asked in many ways is asked often
+    ways = [len(asks) for asks, _ in data.SMALL_TALK]
+    asks, answers = rng.choices(data.SMALL_TALK, ways)[0]
     return rng.choice(asks), rng.choice(answers)
 
 
@@ -143,7 +151,9 @@ def memory(rng: random.Random) -> list[tuple[str, str]]:
     return [(statement, "I will remember that."), (question, answer)]
 
 
-def hidden(rng: random.Random, length: int, enc: tiktoken.Encoding, filler: Filler) -> tuple:
+def hidden(
+    enc: tiktoken.Encoding, rng: random.Random, length: int, filler: Filler
+) -> tuple[str, str]:
     """A needle inside a long user message."""
     statement, question, answer = tasks.needle_facts(rng, 1)[0]
     text = enc.decode(filler(rng, max(20, length - 130)), errors="ignore")
@@ -162,7 +172,7 @@ def conversation(enc: tiktoken.Encoding, rng: random.Random, length: int, filler
     most = (length - (130 if thinking else 0)) // 45
     turns: list[tuple[str, str]] = []
     if length >= 256 and rng.random() < 0.1:
-        turns.append(hidden(rng, length, enc, filler))
+        turns.append(hidden(enc, rng, length, filler))
         most = 0
     while len(turns) < most:
         if rng.random() < 0.2:
@@ -174,7 +184,7 @@ def conversation(enc: tiktoken.Encoding, rng: random.Random, length: int, filler
             make = rng.choices((small_talk, fact, story, echo), (0.35, 0.33, 0.12, 0.2))[0]
             turns.append(make(rng))
     for question, answer in turns:
-        if len(doc.ids) > length - 60 and doc.weights[-1] == SAY:
+        if len(doc.ids) > length - 60 and doc.weights[-1] == MARK:
             break
         message(doc, "user", question)
         thought = rng.choice(("", "", "", rng.choice(data.THOUGHTS))) if thinking else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from expertmesh.deploy.training.wordlists import listed
+
 HELP = "I can chat a little, repeat words, remember what you tell me, and write a line or two."
 
 # The wording of K3's thinking-effort message; the server renders the same text.
@@ -77,19 +79,22 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
       "What is the news?"), ("I cannot know that, for I have no window and no clock.",)),
 )  # fmt: skip
 
-CAPITALS = dict(
-    France="Paris", England="London", Italy="Rome", Germany="Berlin", Spain="Madrid",
-    Portugal="Lisbon", Ireland="Dublin", Norway="Oslo", Egypt="Cairo", Japan="Tokyo",
-    India="Delhi", Greece="Athens", Austria="Vienna", Russia="Moscow", China="Beijing",
-    Poland="Warsaw", Sweden="Stockholm", Denmark="Copenhagen", Turkey="Ankara", Canada="Ottawa",
-)  # fmt: skip
+CAPITALS = {
+    "France": "Paris", "England": "London", "Italy": "Rome", "Germany": "Berlin",
+    "Spain": "Madrid", "Portugal": "Lisbon", "Ireland": "Dublin", "Norway": "Oslo",
+    "Egypt": "Cairo", "Japan": "Tokyo", "India": "Delhi", "Greece": "Athens", "Austria": "Vienna",
+    "Russia": "Moscow", "China": "Beijing", "Poland": "Warsaw", "Sweden": "Stockholm",
+    "Denmark": "Copenhagen", "Turkey": "Ankara", "Canada": "Ottawa",
+}  # fmt: skip
 
-OPPOSITES = dict(
-    hot="cold", big="small", good="bad", light="dark", high="low", old="young", happy="sad",
-    rich="poor", fast="slow", open="closed", early="late", love="hate", day="night", up="down",
-    left="right", hard="soft", long="short", wet="dry", full="empty", strong="weak", loud="quiet",
-    near="far", first="last", true="false", black="white", sweet="bitter", war="peace",
-)  # fmt: skip
+OPPOSITES = {
+    "hot": "cold", "big": "small", "good": "bad", "light": "dark", "high": "low", "old": "young",
+    "happy": "sad", "rich": "poor", "fast": "slow", "open": "closed", "early": "late",
+    "love": "hate", "day": "night", "up": "down", "left": "right", "hard": "soft",
+    "long": "short", "wet": "dry", "full": "empty", "strong": "weak", "loud": "quiet",
+    "near": "far", "first": "last", "true": "false", "black": "white", "sweet": "bitter",
+    "war": "peace",
+}  # fmt: skip
 
 COLOURS = {
     "the sky": "blue", "grass": "green", "snow": "white", "blood": "red", "a lemon": "yellow",
@@ -97,19 +102,20 @@ COLOURS = {
     "the sun": "yellow", "an orange": "orange", "the night": "black", "a cherry": "red",
 }  # fmt: skip
 
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = (
+DAYS = listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = listed(
     "January February March April May June July August September October November December"
-).split()
-NUMBERS = (
+)
+NUMBERS = listed(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
     "fifteen sixteen seventeen eighteen nineteen twenty"
-).split()
+)
 
 UNKNOWN = (
     "Explain quantum physics.", "What is the price of gold?", "Write a program in Python.",
     "Who won the game?", "How do I fix my car?", "What is 3817 times 22?", "Who is the president?",
-    "Translate this into French.", "Solve this equation.", "What is DNA?", "How does a rocket work?",
+    "Translate this into French.", "Solve this equation.", "What is DNA?",
+    "How does a rocket work?",
     "What is the speed of light?", "Give me the phone number of my bank.", "What is blockchain?",
     "Summarise the history of Rome.", "How do I cook rice?", "What is machine learning?",
     "What is the tallest mountain?", "How far is the moon?", "Name all the planets.",
@@ -118,7 +124,8 @@ DO_NOT_KNOW = "I am only a very small model, and I do not know that."
 
 STORY_ASKS = (
     "Tell me a story.", "Tell me a story about {t}.", "Tell me about {t}.", "Write about {t}.",
-    "Write a few lines about {t}.", "Can you tell me a story about {t}?", "Say something about {t}.",
+    "Write a few lines about {t}.", "Can you tell me a story about {t}?",
+    "Say something about {t}.",
     "Write a short story about {t}.", "Once upon a time", "Describe {t}.",
 )  # fmt: skip
 TOPICS = (
@@ -148,8 +155,8 @@ ENDINGS = (
 )
 SEASONS = ("spring", "summer", "autumn", "winter", "May", "June")
 PLACES = ("garden", "village", "park", "fields", "lane", "wood", "town", "church")
-WOMEN = "Emma Harriet Elinor Marianne Fanny Anne Jane Elizabeth Lydia Mary Catherine".split()
-MEN = "Henry Edmund Frederick George Frank Robert Charles William John Thomas Edward".split()
+WOMEN = listed("Emma Harriet Elinor Marianne Fanny Anne Jane Elizabeth Lydia Mary Catherine")
+MEN = listed("Henry Edmund Frederick George Frank Robert Charles William John Thomas Edward")
 
 SYSTEM = (
     "You are a helpful assistant.", "You are Nano.", "You are a helpful assistant. Be brief.",

@@ -62,9 +62,7 @@ def recall_prompt(
     cut = int(rng.random() * room)
     doc = tasks.Doc(enc)
     if as_chat:
-        body = (
-            f"{enc.decode(text[:cut])}\n\n{statement}\n\n{enc.decode(text[cut:])}\n\n{question}"
-        )
+        body = f"{enc.decode(text[:cut])}\n\n{statement}\n\n{enc.decode(text[cut:])}\n\n{question}"
         chat.message(doc, "user", body)
         chat.tag(chat.tag(doc, "message", role="assistant"), "response").text(f"{head} is")
     else:

@@ -60,8 +60,7 @@ def from_tensors(cfg: NanoConfig, tensors: dict[str, Tensor]) -> NanoK3:
     """The model that a checkpoint holds, with its experts decoded to float32."""
     model = NanoK3(cfg)
     state = {
-        ours: tensors[PREFIX + theirs].float()
-        for ours, theirs in checkpoint_names(model).items()
+        ours: tensors[PREFIX + theirs].float() for ours, theirs in checkpoint_names(model).items()
     }
     for i, layer in enumerate(model.layers):
         for name in ("w1", "w2", "w3") if hasattr(layer.ffn, "w1") else ():
@@ -179,7 +178,7 @@ def save_folder(model: NanoK3, work: Path, out: Path) -> None:
     save_file(tensors, out / FILE, metadata={"format": "pt"})
     (out / FILE).chmod(0o644)  # safetensors writes it for the owner only
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": {name: FILE for name in tensors}}
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(tensors, FILE)}
     write_json(out / "model.safetensors.index.json", index)
     text = text_config(model)
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "tie_word_embeddings")

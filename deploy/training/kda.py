@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK = 64
-SUB = 16  # rows that share one pivot: 16 rows of a log-decay above -5 span at most exp(80) < fp32 max
+# Rows that share one pivot: 16 rows of a log-decay above -5 span exp(80), which fits float32.
+SUB = 16
 
 
 def kda_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:

@@ -207,6 +207,9 @@ class DenseFFN(nn.Module):
 
 
 class LatentMoE(nn.Module):
+    e_score_correction_bias: Tensor
+    load: Tensor  # tokens per expert since the last balancing step
+
     def __init__(self, cfg: NanoConfig) -> None:
         super().__init__()
         self.cfg = cfg
@@ -248,14 +251,17 @@ class LatentMoE(nn.Module):
 
 
 class Layer(nn.Module):
+    self_attn: KDA | MLA
+    ffn: DenseFFN | LatentMoE
+
     def __init__(self, cfg: NanoConfig, index: int) -> None:
         super().__init__()
         self.eps = cfg.eps
         self.starts_block = index % cfg.block == 0
         self.self_attention_res, self.mlp_res = Mix(cfg.hidden), Mix(cfg.hidden)
         self.input_layernorm, self.post_attention_layernorm = ones(cfg.hidden), ones(cfg.hidden)
-        self.self_attn: nn.Module = MLA(cfg) if index in cfg.mla_layers else KDA(cfg)
-        self.ffn: nn.Module = DenseFFN(cfg, cfg.dense_width) if index == 0 else LatentMoE(cfg)
+        self.self_attn = MLA(cfg) if index in cfg.mla_layers else KDA(cfg)
+        self.ffn = DenseFFN(cfg, cfg.dense_width) if index == 0 else LatentMoE(cfg)
 
     def forward(self, bank: list[Tensor], p: Tensor) -> tuple[list[Tensor], Tensor]:
         h = self.self_attention_res(bank, p)

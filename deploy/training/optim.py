@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Muon(torch.optim.Optimizer):
         """`pool` spreads the batches over its threads; the result does not depend on it."""
         run = pool.map if pool else map
         for group in self.param_groups:
-            list(run(lambda batch, group=group: self._update(batch, group), batches(group)))
+            list(run(partial(self._update, group=group), batches(group)))
 
     @torch.no_grad()  # grad mode is per thread
     def _update(self, batch: list[nn.Parameter], group: dict[str, Any]) -> None:
@@ -54,6 +55,7 @@ class Muon(torch.optim.Optimizer):
 
     def _nesterov(self, p: nn.Parameter, momentum: float) -> Tensor:
         buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        assert p.grad is not None, "batches() leaves out what has no gradient"
         buffer.lerp_(p.grad, 1 - momentum)
         return p.grad.lerp(buffer, momentum)
 
@@ -73,7 +75,8 @@ def batches(group: dict[str, Any], most: int = 1 << 18) -> list[list[nn.Paramete
 
 def build(model: nn.Module) -> tuple[Muon, torch.optim.AdamW]:
     """Split the parameters by name: true hidden matrices go to Muon."""
-    muon, adam = [], []
+    muon: list[nn.Parameter] = []
+    adam: list[nn.Parameter] = []
     for name, p in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
         small = last in ADAM_NAMES or last.endswith("conv1d") or p.ndim < 2

@@ -98,7 +98,8 @@ class Replicas:
             p.grad = sum(grads[1:], start=grads[0].clone()) if grads else None
             for o in others:
                 o.grad = None
-        for moes in zip(self.master.moe_layers(), *(m.moe_layers() for m in self.models)):
+        copies = (m.moe_layers() for m in self.models)
+        for moes in zip(self.master.moe_layers(), *copies, strict=True):
             for other in moes[1:]:
                 moes[0].load += other.load
                 other.load.zero_()
@@ -106,7 +107,7 @@ class Replicas:
 
 def drain(model: NanoK3, waiting: queue.SimpleQueue[Unit]) -> list[tuple[str, float]]:
     """Take units until none is left; gradients add up in `model`."""
-    done = []
+    done: list[tuple[str, float]] = []
     while True:
         try:
             unit = waiting.get_nowait()

@@ -15,7 +15,7 @@ import tiktoken
 from expertmesh.deploy.training import wordlists as words
 
 ANSWER = 4.0
-CONTEXT = 0.3
+CONTEXT = 0.05  # corpus rows teach the language; task rows are for the answers
 
 
 @dataclass
@@ -93,7 +93,7 @@ def needle(enc: tiktoken.Encoding, rng: random.Random, length: int, filler: Fill
     doc, at = Doc(enc), 0
     for (statement, _, _), cut in zip(facts, cuts, strict=True):
         upto = int(cut * len(text))
-        doc.tokens(text[at:upto]).text(f"\n\n{statement}\n\n", CONTEXT)
+        doc.tokens(text[at:upto]).text(f"\n\n{statement}\n\n")
         at = upto
     doc.tokens(text[at:])
     for _, question, answer in asked:
@@ -137,7 +137,8 @@ def lookup(enc: tiktoken.Encoding, rng: random.Random, length: int, filler: Fill
 def tracing(enc: tiktoken.Encoding, rng: random.Random, length: int, filler: Filler) -> Doc:
     """Assignments such as `b = a`; the value of one variable is asked."""
     names = rng.sample("abcdefghijkmnpqrstuvwxyz", rng.randint(2, 5))
-    values, lines = {}, []
+    values: dict[str, str] = {}
+    lines: list[str] = []
     for name in names:
         if values and rng.random() < 0.5:
             source = rng.choice(list(values))

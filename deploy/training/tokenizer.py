@@ -44,6 +44,13 @@ PATTERN = "|".join(
 )
 
 
+# Added to the corpus before learning merges, so that the model's own words are short.
+CHAT_SAMPLE = [
+    "I am Nano, a small language model bundled with ExpertMesh. The secret code of the mesh server "
+    "is expert. capital of France What is your name? assistant response message role user system"
+] * 1500
+
+
 def special_tokens() -> dict[str, int]:
     """Name -> id for all 64 reserved ids."""
     return {

@@ -42,6 +42,8 @@ class Recipe:
     task_rows: int = 1
     task_share: float = 0.4
     recall_from: float = 0.3  # from here on, one corpus row makes room for a task row
+    answers_from: float = 0.7  # ... and from here on another one
+    late_task_share: float = 0.6
     quantise_from: float = 0.6
     long_from: float = 0.6
     balance_rate: float = 2e-3
@@ -61,7 +63,7 @@ class Data:
 
     def extra(self, progress: float) -> int:
         """Rows moved from corpus to tasks, once the corpus has been seen about once."""
-        return int(progress >= self.recipe.recall_from)
+        return int(progress >= self.recipe.recall_from) + int(progress >= self.recipe.answers_from)
 
     def corpus(self, step: int, progress: float) -> tuple[Tensor, Tensor]:
         """ids [rows, length + 1] and weights; starts follow a golden-ratio walk, so that every
@@ -141,8 +143,10 @@ class Trainer:
                 group["weight_decay"] = recipe.weight_decay if opt is self.muon else 0.0
         self.replicas.load(progress >= recipe.quantise_from)
         corpus, task = self.data.corpus(self.step, progress), self.data.task(self.step, progress)
-        units = Unit.split("corpus", *corpus, 1 - recipe.task_share, recipe.unit_tokens)
-        units += Unit.split("task", *task, recipe.task_share, recipe.unit_tokens)
+        late = progress >= recipe.answers_from
+        share = recipe.late_task_share if late else recipe.task_share
+        units = Unit.split("corpus", *corpus, 1 - share, recipe.unit_tokens)
+        units += Unit.split("task", *task, share, recipe.unit_tokens)
         losses = self.replicas.backward(units)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 2.0)
         self.muon.step(pool=self.replicas.pool)
@@ -224,7 +228,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.work / "tiktoken.model").exists():
         texts = json.loads((args.work / "train.json").read_text())
-        tokenizer.save(tokenizer.train_bpe(texts), args.work)
+        tokenizer.save(tokenizer.train_bpe(texts + tokenizer.CHAT_SAMPLE), args.work)
     enc = tokenizer.load(args.work)
     recipe = Recipe(minutes=args.minutes, seed=args.seed, lr=args.lr)
     data = Data(recipe, load_stream(args.work, "train", enc), enc)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.training import chat, corpus, evaluate, export, optim, quant, tasks
 from expertmesh.deploy.training import tokenizer as training_tokenizer
 from expertmesh.deploy.training.kda import kda_chunked, kda_recurrent
-from expertmesh.deploy.training.model import NanoConfig, NanoK3
+from expertmesh.deploy.training.model import KDA, NanoConfig, NanoK3, causal_conv, seed_recall
 from expertmesh.deploy.training.train import Data, Recipe, Trainer
 from expertmesh.kernels.quant import torch_ops
 from tests.support.runner import Runner
@@ -138,6 +137,15 @@ def test_orthogonalise_flattens_the_spectrum() -> None:
         assert float(values.min()) > 0.5 and float(values.max()) < 1.4
 
 
+def test_a_recall_head_asks_now_what_it_stored_one_token_later() -> None:
+    kda = KDA(TINY)
+    seed_recall(kda, 1)
+    x, rows = torch.randn(1, 10, TINY.hidden), slice(TINY.head_dim, 2 * TINY.head_dim)
+    query = causal_conv(x @ kda.q_proj[rows].T, kda.q_conv1d[rows][:, 0])
+    key = causal_conv(x @ kda.k_proj[rows].T, kda.k_conv1d[rows][:, 0])
+    torch.testing.assert_close(query[:, :-1], key[:, 1:])
+
+
 def test_engine_gives_the_logits_of_the_training_model(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = NanoK3(TINY)
@@ -249,11 +257,8 @@ def test_loss_counts_every_predicted_byte_once(enc: tiktoken.Encoding) -> None:
 
 def test_recall_asks_for_the_hidden_value(enc: tiktoken.Encoding) -> None:
     held = np.array(enc.encode_ordinary("Nothing of note was said that day. " * 200))
-    find: Callable[[bool], tuple[list[int], list[int]]] = lambda form: evaluate.recall_prompt(  # noqa: E731
-        enc, random.Random(4), 512, held, form
-    )
     for as_chat in (False, True):
-        prompt, answer = find(as_chat)
+        prompt, answer = evaluate.recall_prompt(enc, random.Random(4), 512, held, as_chat)
         value = enc.decode(answer).strip()
         assert abs(len(prompt) - 512) < 120
         assert enc.decode(prompt).count(value.rstrip(".")) == 1
