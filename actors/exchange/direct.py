@@ -17,7 +17,7 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.layouts import Flight, Formats, FrameSets
 from expertmesh.actors.exchange.process_group import Groups, Where
-from expertmesh.actors.exchange.wire import HEADER_BYTES, MAGIC, Frame, Round, message_bytes
+from expertmesh.actors.exchange.wire import HEADER_BYTES, MAGIC, Frame, Round
 
 HELLO = struct.Struct("<qqq")  # magic, epoch, rank
 
@@ -132,7 +132,6 @@ class DirectAttention:
         self._lines = _Lines(groups, _call(groups, host))
         self._out = FrameSets(formats.dispatch, max_rows, groups.device)
         self._in = FrameSets(formats.combine, max_rows, groups.device)
-        self._combine = formats.combine
         self._flying: deque[Flight] = deque()
 
     def tell(self, announcement: Tensor) -> None:
@@ -146,11 +145,9 @@ class DirectAttention:
 
     def post(self, at: Round, capacity: int, rows: list[int]) -> Flight:
         for peer, frame, count in zip(self._peers, self.outgoing(at, capacity), rows, strict=True):
-            size = message_bytes(frame.sections, count)
-            where = Where(peer, at.layer, "dispatch", at.step)
-            self._lines.queue(peer, frame.memory[:size], where)
+            self._lines.queue(peer, frame.span(count), Where(peer, at.layer, "dispatch", at.step))
         replies = self._in.get(len(self._peers), at.micro, at.chunk)
-        flight = Flight(at, replies, [message_bytes(self._combine, count) for count in rows], [])
+        flight = Flight(at, replies, rows, [])
         self._flying.append(flight)
         return flight
 
@@ -158,10 +155,9 @@ class DirectAttention:
         # Replies come in the order of the rounds, whatever order they are asked for in.
         while not flight.landed:
             first = self._flying.popleft()
-            where_of = zip(self._peers, first.replies, first.receives, strict=True)
-            for peer, frame, size in where_of:
-                where = Where(peer, first.at.layer, "combine", first.at.step)
-                self._lines.read(peer, frame.memory[:size], where)
+            layer, step = first.at.layer, first.at.step
+            for peer, frame, count in zip(self._peers, first.replies, first.receives, strict=True):
+                self._lines.read(peer, frame.span(count), Where(peer, layer, "combine", step))
             first.landed = True
         return flight.replies
 
@@ -183,8 +179,7 @@ class DirectExpert:
             where = Where(peer, at.layer, "dispatch", at.step)
             self._lines.read(peer, frame.memory[:HEADER_BYTES], where)
             if frame.mismatch(at) is None:  # else the caller raises, and its size means nothing
-                size = message_bytes(frame.sections, frame.rows)
-                self._lines.read(peer, frame.memory[HEADER_BYTES:size], where)
+                self._lines.read(peer, frame.span(frame.rows)[HEADER_BYTES:], where)
         return frames
 
     def outgoing(self, at: Round, capacity: int) -> list[Frame]:
@@ -193,8 +188,7 @@ class DirectExpert:
     def send(self, at: Round, capacity: int, rows: list[int]) -> None:
         for peer, frame, count in zip(self._peers, self.outgoing(at, capacity), rows, strict=True):
             where = Where(peer, at.layer, "combine", at.step)
-            size = message_bytes(frame.sections, count)
-            self._lines.queue(peer, frame.memory[:size], where)
+            self._lines.queue(peer, frame.span(count), where)
             self._lines.flush(peer, where)
 
 

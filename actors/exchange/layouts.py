@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.actors.exchange.process_group import DATA_TAG, Groups, Where
-from expertmesh.actors.exchange.wire import Frame, Round, Section, message_bytes
+from expertmesh.actors.exchange.wire import Frame, Round, Section, message_bytes, new_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class _Padded:
         if kept is None:
             size = message_bytes(sections, capacity)
             device = self._groups.device
-            whole = torch.empty(size * self._count, dtype=torch.uint8, device=device)
+            whole = new_buffer(size * self._count, device)
             slots = whole.view(self._count, size)
             frames = [Frame(sections, capacity, device, slot) for slot in slots]
             kept = self._buffers[capacity, *key] = whole, frames

@@ -57,7 +57,6 @@ class Chunk:
     """A posted round and, per expert actor, which of the chunk's rows went there (None: all)."""
 
     flight: Flight
-    begin: int
     rows: int
     sent: list[Tensor | None]
     counts: list[int]
@@ -145,7 +144,6 @@ class MeshExchange:
             self.combine(self.dispatch(layer, nothing, ids, weights))
         self.end_step()
 
-    @torch.inference_mode()
     def dispatch(
         self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, micro: int = 0
     ) -> Pending:
@@ -164,38 +162,42 @@ class MeshExchange:
         for chunk in range(plan.chunks):
             at = Round(plan.epoch, plan.step, layer, micro, chunk)
             part = slice(chunk * most, (chunk + 1) * most)
-            pending.chunks.append(
-                self._post(at, chunk * most, z_TD[part], ids_TK[part], weights_TK[part])
-            )
+            pending.chunks.append(self._post(at, z_TD[part], ids_TK[part], weights_TK[part]))
         if micro == self._micros - 1:
             for extra in range(self._micros, plan.micros):
                 for chunk in range(plan.chunks):
                     at = Round(plan.epoch, plan.step, layer, extra, chunk)
-                    empty = self._post(at, 0, z_TD[:0], ids_TK[:0], weights_TK[:0])
+                    empty = self._post(at, z_TD[:0], ids_TK[:0], weights_TK[:0])
                     pending.fillers.append(empty)
         self.dispatch_s += time.perf_counter() - began
         return pending
 
-    @torch.inference_mode()
     def combine(self, pending: Pending) -> Tensor:
         """fp32 [T, D]: the sum over all experts of every row. Raises ExchangeError."""
         began = time.perf_counter()
-        y_TD = torch.zeros(pending.rows, self._width, device=self.device)
-        for chunk in pending.chunks:
-            replies = self._land(chunk)
-            part_TD = y_TD[chunk.begin : chunk.begin + chunk.rows]
-            for frame, rows, count in zip(replies, chunk.sent, chunk.counts, strict=True):
-                if not count:
-                    continue
-                (sum_ND,) = frame.views(count)
-                if rows is None:
-                    part_TD += sum_ND
-                else:
-                    part_TD.index_add_(0, rows, sum_ND.float())
+        parts = [self._sum(chunk) for chunk in pending.chunks]
+        y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
         for filler in pending.fillers:
             self._land(filler)
         self._in_flight.discard(pending.chunks[0].flight.at.micro)
         self.combine_s += time.perf_counter() - began
+        return y_TD
+
+    def _sum(self, chunk: Chunk) -> Tensor:
+        """The partial sums of one chunk, added in rank order."""
+        y_TD: Tensor | None = None
+        for frame, rows, count in zip(self._land(chunk), chunk.sent, chunk.counts, strict=True):
+            sum_ND = frame.views(count)[0].float()
+            if rows is None and y_TD is None:
+                y_TD = sum_ND.clone()  # the frame is written again by the next round
+                continue
+            if y_TD is None:
+                y_TD = sum_ND.new_zeros(chunk.rows, self._width)
+            if rows is None:
+                y_TD += sum_ND
+            else:
+                y_TD.index_add_(0, rows, sum_ND)
+        assert y_TD is not None, "an epoch has at least one expert actor"
         return y_TD
 
     def close(self) -> None:
@@ -214,9 +216,7 @@ class MeshExchange:
         self._groups.close(reason)
         self._control.wake()
 
-    def _post(
-        self, at: Round, begin: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Chunk:
+    def _post(self, at: Round, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Chunk:
         assert self._plan is not None
         capacity = self._plan.capacity
         scale: tuple[Tensor, ...] = ()
@@ -233,7 +233,7 @@ class MeshExchange:
             frame.write_header(at, count)
             _fill(frame, (z_TD, slots_TK, weights_TK, *scale), rows, count)
         self.rows_sent = [a + b for a, b in zip(self.rows_sent, counts, strict=True)]
-        return Chunk(self._end.post(at, capacity, counts), begin, z_TD.shape[0], sent, counts)
+        return Chunk(self._end.post(at, capacity, counts), z_TD.shape[0], sent, counts)
 
     def _land(self, chunk: Chunk) -> list[Frame]:
         at = chunk.flight.at

@@ -99,12 +99,12 @@ class MeshServer:
             if count and sums is not None:
                 frame.views(count)[0].copy_(sums[begin : begin + count])
             begin += count
-        self._end.send(at, plan.capacity, counts)
-        if total:
+        if total:  # before the reply: who has an answer finds it counted
             work = self.work[at.layer]
             work.rows += total
             work.calls += 1
             work.busy_s += time.perf_counter() - began
+        self._end.send(at, plan.capacity, counts)
 
     def _checked(self, frame: Frame, at: Round, peer: int) -> int:
         wrong = frame.mismatch(at)

@@ -56,6 +56,12 @@ def message_bytes(sections: tuple[Section, ...], rows: int) -> int:
     return HEADER_BYTES + sum(_aligned(section.row_bytes * rows) for section in sections)
 
 
+def new_buffer(size: int, device: torch.device) -> Tensor:
+    """Made outside of inference mode: an inference tensor could not be written outside of it."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 class Frame:
     """One message buffer: header and typed views of its sections."""
 
@@ -68,11 +74,11 @@ class Frame:
     ) -> None:
         self.sections, self.max_rows = sections, max_rows
         if buffer is None:
-            size = message_bytes(sections, max_rows)
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            buffer = new_buffer(message_bytes(sections, max_rows), device)
         self.buffer = buffer
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self._prefixes: dict[int, Tensor] = {}
+        self._spans: dict[int, memoryview] = {}
 
     @cached_property
     def _header(self) -> Tensor:
@@ -87,6 +93,15 @@ class Frame:
     def memory(self) -> memoryview:
         """The buffer for sockets; host memory only."""
         return memoryview(self.buffer.numpy())
+
+    def span(self, rows: int) -> memoryview:
+        """`prefix` for sockets."""
+        kept = self._spans.get(rows)
+        if kept is None:
+            kept = self.memory[: message_bytes(self.sections, rows)]
+            if rows <= CACHED_VIEWS:
+                self._spans[rows] = kept
+        return kept
 
     def write_header(self, at: Round, rows: int) -> None:
         values = (MAGIC, *at, rows, 0)
