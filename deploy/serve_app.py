@@ -51,7 +51,7 @@ class DoorSettings(BaseModel):
     body_bytes: int = Field(Limits().body_bytes, gt=0)
 
 
-def door_app(settings: DoorSettings) -> FastAPI:
+def door_app(settings: DoorSettings, behind_proxy: bool = False) -> FastAPI:
     """The OpenAI app over a running mesh's attention actors, found by name."""
     config = load_config(settings.model)
     limits = Limits(
@@ -78,7 +78,7 @@ def door_app(settings: DoorSettings) -> FastAPI:
         yield
         await client.stop()
 
-    return build_app(client, info, connected)
+    return build_app(client, info, lifespan=connected, behind_proxy=behind_proxy)
 
 
 class Door:
@@ -180,7 +180,7 @@ def build_openai_app(args: dict[str, Any]) -> Application:
     ).bind(mesh)
 
     # Serve builds the app on the replica; nothing of it has to be pickled.
-    @serve.ingress(lambda: door_app(door))
+    @serve.ingress(lambda: door_app(door, behind_proxy=True))
     class Ingress:
         def __init__(self, mesh: Any) -> None:
             self._mesh = mesh  # ties the keeper to this application

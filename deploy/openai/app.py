@@ -39,10 +39,17 @@ Prepare = Callable[[dict[str, Any]], tuple[Generation, bool]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
-def build_app(client: EngineClient, info: ServedModel, lifespan: Lifespan | None = None) -> FastAPI:
+def build_app(
+    client: EngineClient,
+    info: ServedModel,
+    *,
+    lifespan: Lifespan | None = None,
+    behind_proxy: bool = False,
+) -> FastAPI:
     """Routes for one served model. Two apps in a process share nothing.
 
     lifespan: what must live as long as the app, on its event loop (a client's connections).
+    behind_proxy: Serve's proxy answers with X-Request-Id itself.
     """
     app = FastAPI(
         title="ExpertMesh",
@@ -52,7 +59,7 @@ def build_app(client: EngineClient, info: ServedModel, lifespan: Lifespan | None
         lifespan=lifespan,
     )
     door = FrontDoor(client, info)
-    app.add_middleware(Edge)
+    app.add_middleware(Edge, tag=not behind_proxy)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
 

@@ -20,8 +20,10 @@ _USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 class Edge:
     """Echoes or mints X-Request-Id, and answers 500 for what nobody caught."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tag: bool = True) -> None:
+        """tag: False where a proxy in front puts the id in the answer itself."""
         self._app = app
+        self._tag = tag
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,7 +37,8 @@ class Edge:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if self._tag:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:

@@ -57,18 +57,7 @@ class ServerProcess:
 
     def descendants(self) -> dict[int, str]:
         """pid -> command line of every live process with this server's mark."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{MARK}={self.mark}".encode() not in (folder / "environ").read_bytes():
-                    continue
-                if (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                    continue
-                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            found[int(folder.name)] = line.strip()
-        return found
+        return marked_processes(self.mark)
 
     def kill_everything(self) -> None:
         for pid in self.descendants():
@@ -78,6 +67,22 @@ class ServerProcess:
                 continue
         self.process.wait(10)
         self._log.close()
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """pid -> command line of every live process that has `mark` in its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() not in (folder / "environ").read_bytes():
+                continue
+            if (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                continue
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        found[int(folder.name)] = line.strip()
+    return found
 
 
 @contextmanager
