@@ -17,7 +17,7 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.layouts import Flight, Formats, FrameSets
 from expertmesh.actors.exchange.process_group import Groups, Where
-from expertmesh.actors.exchange.wire import HEADER_BYTES, MAGIC, Frame, Round
+from expertmesh.actors.exchange.wire import HEADER_BYTES, MAGIC, Frame, Round, host_memory
 
 HELLO = struct.Struct("<qqq")  # magic, epoch, rank
 
@@ -136,7 +136,7 @@ class DirectAttention:
 
     def tell(self, announcement: Tensor) -> None:
         """Sends an opening to every expert rank."""
-        data = memoryview(announcement.clone().numpy()).cast("B")
+        data = host_memory(announcement.clone())
         for peer in self._peers:
             self._lines.queue(peer, data, Where(peer, -1, "open", -1))
 
@@ -171,7 +171,7 @@ class DirectExpert:
 
     def hear(self, peer: int, announcement: Tensor, where: Where, parked: bool) -> None:
         """Waits for an opening of one attention rank."""
-        self._lines.read(peer, memoryview(announcement.numpy()).cast("B"), where, parked)
+        self._lines.read(peer, host_memory(announcement), where, parked)
 
     def receive(self, at: Round, capacity: int) -> list[Frame]:
         frames = self._in.get(len(self._peers))

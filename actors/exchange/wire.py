@@ -6,7 +6,7 @@ buffer, as long as its rows need. T rows, D latent width, K experts per token.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +56,12 @@ def message_bytes(sections: tuple[Section, ...], rows: int) -> int:
     return HEADER_BYTES + sum(_aligned(section.row_bytes * rows) for section in sections)
 
 
+def host_memory(tensor: Tensor) -> memoryview:
+    """The tensor's bytes, shared."""
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B")
+
+
 def new_buffer(size: int, device: torch.device) -> Tensor:
     """Made outside of inference mode: an inference tensor could not be written outside of it."""
     with torch.inference_mode(False):
@@ -92,7 +98,7 @@ class Frame:
     @cached_property
     def memory(self) -> memoryview:
         """The buffer for sockets; host memory only."""
-        return memoryview(self.buffer.numpy())
+        return host_memory(self.buffer)
 
     def span(self, rows: int) -> memoryview:
         """`prefix` for sockets."""
