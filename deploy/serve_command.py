@@ -108,6 +108,11 @@ def run(options: ServeOptions) -> None:
             _serve_mesh(console, options, config)
     except Stopped:
         console.print("stopped")
+    except SystemExit as ended:
+        # ray.init replaces the handler of SIGTERM by one that exits with its number.
+        if ended.code != signal.SIGTERM:
+            raise
+        console.print("stopped")
 
 
 def _check_memory(options: ServeOptions, config: ModelConfig, summary: CheckpointSummary) -> None:

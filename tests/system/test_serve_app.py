@@ -69,9 +69,9 @@ def test_behind_the_proxy_and_back_after_a_death(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "tiny", tokenizer=True, num_hidden_layers=4)
     body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     local = start_local(LoadSettings(model=model), EngineSettings(pages=32, slots=4))
-    with http_server(build_app(local.client, describe(model, local.config))) as url:
-        with Door(url) as door:
-            expected = door.text("hello world", **body)
+    app = build_app(local.client, describe(model, local.config))
+    with http_server(app) as url, Door(url) as door:
+        expected = door.text("hello world", **body)
     local.stop()
     with proxied(model) as (url, mark), Door(url) as door:
         assert door.text("hello world", **body) == expected
