@@ -166,6 +166,7 @@ def test_two_replicas_answer_like_one_process_and_a_killed_expert_is_named(model
             ("refused", "request_id"),
             ("refused", "max_tokens"),
         ]
+        reader.wait(lambda r: "e" in r.ends)  # idle, or the counters would be of different steps
         replicas, experts = mesh.stats()
         assert len(replicas) == 2 and len(experts) == 3
         for index, expert in enumerate(experts):
