@@ -1,8 +1,8 @@
-"""The two ways of moving the same frames: exact messages per pair, or padded all-to-all.
+"""Moving frames through a process group: exact messages per pair, or padded all-to-all.
 
-Each has an attention end and an expert end. The attention end posts a round (its receives, then
-its sends) and later lands the replies; the expert end receives a round and sends the replies.
-Both layouts carry the same bytes per row, so their results are equal bit for bit.
+Each layout has an attention end and an expert end. The attention end posts a round (its receives,
+then its sends) and later lands the replies; the expert end receives a round and sends the replies.
+All layouts (direct.py is the third) carry the same bytes per row, so results are equal bit for bit.
 """
 
 from dataclasses import dataclass
