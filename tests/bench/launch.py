@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from expertmesh.actors.attention.loop import EngineLoop
@@ -40,7 +41,9 @@ def bare_mesh(checkpoint: Path, expert_actors: int, threads: int) -> Started:
     return client, stack.close
 
 
-def two_tier(checkpoint: Path, expert_actors: int, threads: int) -> Started:
+def two_tier(
+    checkpoint: Path, expert_actors: int, threads: int, *, ping_pong: bool = False
+) -> Started:
     """`expertmesh serve` without its HTTP: the mesh on a local Ray, its client here."""
     os.environ["RAY_ADDRESS"] = "local"  # never join a cluster that happens to run here
     import ray
@@ -51,7 +54,7 @@ def two_tier(checkpoint: Path, expert_actors: int, threads: int) -> Started:
 
     settings = ClusterSettings(
         load=_load(checkpoint),
-        engine=engines.settings(),
+        engine=engines.settings(ping_pong=ping_pong),
         expert_actors=expert_actors,
         threads_per_actor=threads,
         # Other systems' turns may keep the processors from answering a health call.
@@ -74,6 +77,7 @@ SHAPES: dict[str, Callable[[Path, int, int], Started]] = {
     "one_process": one_process,
     "bare_mesh": bare_mesh,
     "two_tier": two_tier,
+    "two_tier_ping_pong": partial(two_tier, ping_pong=True),
 }
 
 
