@@ -17,8 +17,12 @@ from tests.bench import launch
 from tests.bench.load import ClientLoad
 from tests.bench.workers.protocol import serve
 
-PROCESSES = {"one_process": "1", "bare_mesh": "1 attention + {n} experts, no Ray",
-             "two_tier": "1 attention + {n} experts + client"}  # fmt: skip
+PROCESSES = {
+    "one_process": "1",
+    "bare_mesh": "1 attention + {n} experts, no Ray",
+    "two_tier": "1 attention + {n} experts + client",
+    "two_tier_ping_pong": "1 attention + {n} experts + client; two micro-batches in flight",
+}
 
 
 class ExpertMesh:
