@@ -1,4 +1,8 @@
-"""Every buffer that an operator asks for uninitialised arrives full of NaN."""
+"""Every buffer that an operator asks for uninitialised arrives full of NaN.
+
+Fixtures end with their module: a package of this layout has no __init__.py, so pytest would keep
+"package" ones, and with them the inference mode, for the rest of the session.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,7 +11,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def poisoned_empty() -> Iterator[None]:
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -23,7 +27,7 @@ def poisoned_empty() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def inference() -> Iterator[None]:
     """As in the engine; also keeps cached constants usable in both modes."""
     with torch.inference_mode():

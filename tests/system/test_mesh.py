@@ -42,7 +42,10 @@ def cluster() -> Iterator[None]:
     if address:
         ray.init(address=address, log_to_driver=False)
     else:
-        ray.init(num_cpus=16, object_store_memory=128 << 20, include_dashboard=False)
+        # "local": never a cluster that happens to run on this machine.
+        ray.init(
+            address="local", num_cpus=16, object_store_memory=128 << 20, include_dashboard=False
+        )
     yield
     ray.shutdown()
 
