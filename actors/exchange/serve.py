@@ -16,6 +16,7 @@ from expertmesh.actors.exchange.process_group import Groups, Where
 from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.exchange.wire import Frame, Round, from_float8
+from expertmesh.actors.process import yield_to_sender
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class MeshServer:
         A failure of the bank closes the group too: the attention side gets an error at once
         where it would otherwise wait for its deadline.
         """
+        yield_to_sender()
         try:
             while (plan := self._control.next_step(self._max_rows)) is not None:
                 for at in plan.rounds(self.roster.layers):
