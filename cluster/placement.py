@@ -21,9 +21,6 @@ class Placement:
         """layer -> experts of one actor."""
         return {layer: actors[actor] for layer, actors in self.held.items()}
 
-    def experts_on(self, actor: int) -> int:
-        return sum(len(actors[actor]) for actors in self.held.values())
-
 
 def check_actors(experts: int, actors: int) -> None:
     """Raises PlacementError unless every actor would hold at least one expert of each layer."""

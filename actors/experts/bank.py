@@ -1,7 +1,7 @@
 """The experts one process holds: packed in memory, decoded on the way into the GEMM."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,11 @@ from expertmesh.kernels.registry import Kernels
 
 
 class ExpertSource(Protocol):
-    def expert(self, layer: int, expert: int) -> ExpertWeights: ...
+    def stream_experts(
+        self, placed: Mapping[int, Iterable[int]]
+    ) -> Iterator[tuple[int, int, ExpertWeights]]:
+        """(layer, expert, weights), in the order they lie on disk."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,11 @@ class ExpertBank:
         self._slot_of: dict[int, Tensor] = {}
         for layer, ids in self.experts.items():
             slot_of = torch.full((config.num_experts,), -1, dtype=torch.int64)
-            for slot, expert in enumerate(ids):
-                slot_of[expert] = slot
-                self._stored[layer, slot] = _own(source.expert(layer, expert), self._device)
+            slot_of[ids] = torch.arange(len(ids))
             self._slot_of[layer] = slot_of.to(self._device)
+        slots = {(i, e): slot for i, ids in self.experts.items() for slot, e in enumerate(ids)}
+        for layer, expert, weights in source.stream_experts(self.experts):
+            self._stored[layer, slots[layer, expert]] = _own(weights, self._device)
 
     @property
     def packed_bytes(self) -> int:

@@ -135,11 +135,6 @@ class ModelConfig(BaseModel):
         assert not self.is_kda(layer), f"layer {layer} is not MLA"
         return layer - sum(1 for other in self.kda_layers if other < layer)
 
-    def moe_index(self, layer: int) -> int:
-        """Position of MoE layer `layer` among the MoE layers."""
-        assert self.is_moe(layer), f"layer {layer} has no routed experts"
-        return sum(1 for other in range(layer) if self.is_moe(other))
-
 
 def load_config(folder: str | Path) -> ModelConfig:
     """Read and check `config.json` (and `generation_config.json`, if there) of a checkpoint.

@@ -1,10 +1,7 @@
 """How far a load is: bytes done, bytes in all, bytes per second."""
 
-import logging
 import time
 from typing import Protocol
-
-_log = logging.getLogger(__name__)
 
 
 class LoadProgress(Protocol):
@@ -38,16 +35,3 @@ class LoadMeter:
 
     def _rate(self, now: float) -> float:
         return self._done / max(now - self._start, 1e-9)
-
-
-def log_progress(label: str) -> LoadProgress:
-    """A LoadProgress that writes log lines."""
-
-    def report(done: int, total: int, bytes_per_second: float) -> None:
-        percent = 100 * done / total if total else 100.0
-        _log.info(
-            "%s: %.1f of %.1f MB (%.0f %%), %.1f MB/s",
-            label, done / 1e6, total / 1e6, percent, bytes_per_second / 1e6,
-        )  # fmt: skip
-
-    return report

@@ -48,10 +48,3 @@ def unpack(packed: Tensor, scale: Tensor) -> Tensor:
     """Inverse of `pack` up to the rounding done there: float32 [N, K]."""
     code = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     return dequantise(code, scale)
-
-
-def fake_quant(weight: Tensor) -> Tensor:
-    """The value that the packed weight decodes to; the gradient passes straight through."""
-    with torch.no_grad():
-        offset = dequantise(*quantise(weight)) - weight
-    return weight + offset

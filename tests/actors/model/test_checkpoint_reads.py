@@ -14,7 +14,7 @@ import torch
 
 from expertmesh.actors.model.checkpoint import Checkpoint, CheckpointError, PackedMatrix
 from expertmesh.actors.model.config import load_config
-from expertmesh.actors.model.progress import LoadMeter, log_progress
+from expertmesh.actors.model.progress import LoadMeter
 from expertmesh.actors.model.shard import ShardReader, read_shard
 from tests.support.checkpoints import write_checkpoint
 
@@ -193,7 +193,7 @@ def test_threads_may_share_a_checkpoint(folder: Path) -> None:
     assert checkpoint.bytes_read == 4 * checkpoint.nbytes(names)
 
 
-def test_progress_reaches_the_total(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_reaches_the_total(folder: Path) -> None:
     checkpoint = Checkpoint.open(folder, load_config(folder))
     reports: list[tuple[int, int, float]] = []
 
@@ -214,9 +214,6 @@ def test_progress_reaches_the_total(folder: Path, caplog: pytest.LogCaptureFixtu
         == reports[-1][1]
         == checkpoint.nbytes(checkpoint.names_for_experts(1, range(8)))
     )
-    with caplog.at_level("INFO"):
-        log_progress("experts")(5_000_000, 10_000_000, 1e6)
-    assert "5.0 of 10.0 MB (50 %), 1.0 MB/s" in caplog.text
 
 
 def test_progress_is_not_called_for_every_tensor() -> None:
