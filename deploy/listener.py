@@ -1,6 +1,7 @@
 """The HTTP server around an app: bound before it serves, and stopped within a bound."""
 
 import socket
+import time
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,6 +27,53 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def hold(host: str, port: int) -> socket.socket:
+    """Takes a free address for as long as the returned socket is open. Raises OSError when it is
+    taken, by a listener or by another hold.
+
+    A hold does not listen, so the kernel gives it no connections; `bind(shared=True)` works beside
+    it, also in another process of this user, and `bind` without `shared` does not.
+    """
+    with _one_at_a_time(port):
+        bind(host, port).close()
+        return _hold(host, port)
+
+
+def _hold(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            # Without SO_REUSEADDR: two idle sockets that both have it do not exclude each other.
+            holder.bind((host, port))
+        except OSError:
+            # The address is free, but connections of an earlier listener linger that had no
+            # SO_REUSEPORT. A weaker hold beats refusing for a minute.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def _one_at_a_time(port: int, limit: float = 5.0) -> socket.socket:
+    """A lock between processes, so that no two find the same port free: a name in the abstract
+    space of this network namespace, which goes with the process that has it. Raises OSError."""
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            lock.bind(f"\0expertmesh-port-{port}")
+            return lock
+        except OSError:
+            if time.monotonic() > deadline:
+                lock.close()
+                raise
+            time.sleep(0.01)
 
 
 def http_server(app: ASGIApp, grace_seconds: int, lifespan: bool = True) -> uvicorn.Server:

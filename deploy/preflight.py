@@ -1,6 +1,7 @@
 """Everything that can refuse a start, checked before the first process: each with its own exit
 code and a message that says what to do."""
 
+import errno
 import os
 import socket
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.tokenizer import Tokenizer, TokenizerError
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
 from expertmesh.deploy.exit_codes import ExitCode, Refused
-from expertmesh.deploy.listener import bind
+from expertmesh.deploy.listener import hold
 
 # A process before it holds any weights: interpreter, torch, Ray's own threads.
 PROCESS_BYTES = 300 << 20
@@ -78,9 +79,14 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> CheckpointSummary:
 
 def check_port(host: str, port: int) -> None:
     """Refused with the owner's name when the address can not be listened on."""
+    hold_port(host, port).close()
+
+
+def hold_port(host: str, port: int) -> socket.socket:
+    """The address, taken until the returned socket is closed; see `listener.hold`. Refused like
+    `check_port`."""
     try:
-        bind(host, port).close()
-        return
+        return hold(host, port)
     except socket.gaierror as error:
         raise Refused(ExitCode.PORT, f"the host {host} has no address: {error}") from error
     except PermissionError as error:
@@ -88,12 +94,19 @@ def check_port(host: str, port: int) -> None:
             ExitCode.PORT, f"port {port} needs more rights than this user has", "use 1024 or above"
         ) from error
     except OSError as error:
-        owner = port_owner(port)
-        by = f" by {owner}" if owner else ""
-        hint = "stop that process, or choose another port with --port"
-        raise Refused(
-            ExitCode.PORT, f"port {port} on {host} is taken{by} ({error.strerror})", hint
-        ) from error
+        raise _port_refusal(host, port, error) from error
+
+
+def _port_refusal(host: str, port: int, error: OSError) -> Refused:
+    if error.errno == errno.EADDRNOTAVAIL:
+        hint = "pass an address of this machine with --host, or 0.0.0.0 for all of them"
+        return Refused(ExitCode.PORT, f"{host} is not an address of this machine", hint)
+    if error.errno != errno.EADDRINUSE:
+        return Refused(ExitCode.PORT, f"port {port} on {host}: {error.strerror}")
+    owner = port_owner(port)
+    by = f" by {owner}" if owner else ""
+    hint = "stop that process, or choose another port with --port"
+    return Refused(ExitCode.PORT, f"port {port} on {host} is taken{by} ({error.strerror})", hint)
 
 
 def check_cluster(address: str) -> None:

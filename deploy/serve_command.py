@@ -94,18 +94,19 @@ def run(options: ServeOptions) -> None:
     try:
         config = preflight.check_folder(options.model)
         summary = preflight.check_checkpoint(options.model, config)
-        if not options.dry_run:
-            preflight.check_port(options.host, options.port)
-            if options.address is not None:
+        with preflight.hold_port(options.host, options.port):
+            if options.address is not None and not options.dry_run:
                 preflight.check_cluster(options.address)
-        _check_memory(options, config, summary)
-        _print_plan(console, options, config, summary)
-        if options.dry_run:
-            return
-        if options.one_process:
-            _serve_here(console, options, config)
-        else:
-            _serve_mesh(console, options, config)
+            _check_memory(options, config, summary)
+            _print_plan(console, options, config, summary)
+            if options.dry_run:
+                return
+            # Held until the end: a start takes long, and the door shares its port with whoever
+            # else shares it.
+            if options.one_process:
+                _serve_here(console, options, config)
+            else:
+                _serve_mesh(console, options, config)
     except Stopped:
         console.print("stopped")
     except SystemExit as ended:
@@ -180,7 +181,7 @@ def _serve_here(console: Console, options: ServeOptions, config: ModelConfig) ->
     from expertmesh.deploy.openai.describe import describe
 
     began = time.monotonic()
-    listener = bind(options.host, options.port)
+    listener = bind(options.host, options.port, shared=True)  # beside our own hold
     threads = max(1, preflight.cores() - 1)  # the event loop needs the last one
     server = start_local(options.load(), options.engine(config), threads)
     try:

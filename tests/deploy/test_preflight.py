@@ -2,6 +2,7 @@
 
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.deploy import preflight
 from expertmesh.deploy.cli import BUNDLED
 from expertmesh.deploy.exit_codes import ExitCode, Refused
-from expertmesh.deploy.listener import KEEP_ALIVE_SECONDS, http_server
+from expertmesh.deploy.listener import KEEP_ALIVE_SECONDS, bind, http_server
 from expertmesh.deploy.preflight import MemoryPlan
 from expertmesh.deploy.serve_app import DoorSettings, build_openai_app
 from expertmesh.deploy.serve_command import ServeOptions
@@ -40,6 +41,42 @@ def test_port_owner_is_named() -> None:
     preflight.check_port("127.0.0.1", port)  # free again, though just closed
     with pytest.raises(Refused, match="no address"):
         preflight.check_port("no.such.host.invalid", port)
+
+
+def test_a_held_port_is_taken_but_the_door_may_listen() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with preflight.hold_port("127.0.0.1", port):
+        for _ in range(2):  # also beside a door that does not listen yet, and one that does
+            with pytest.raises(Refused, match="taken") as refused:
+                preflight.hold_port("127.0.0.1", port)
+            assert refused.value.code is ExitCode.PORT
+            with bind("127.0.0.1", port, shared=True) as door:
+                with pytest.raises(Refused, match="taken"):
+                    preflight.check_port("127.0.0.1", port)
+                door.listen()
+                with socket.create_connection(("127.0.0.1", port), timeout=5):
+                    door.accept()[0].close()  # first: its side lingers in TIME_WAIT
+    preflight.hold_port("127.0.0.1", port).close()  # a restart is not refused
+
+
+def test_only_one_of_many_starts_gets_the_port() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def take() -> socket.socket | None:
+        try:
+            return preflight.hold_port("127.0.0.1", port)
+        except Refused:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [one.result() for one in [pool.submit(take) for _ in range(16)]]
+    holds = [one for one in found if one is not None]
+    assert len(holds) == 1
+    holds[0].close()
 
 
 def test_memory_plan_counts_what_is_loaded(checkpoint: Path) -> None:
