@@ -68,7 +68,7 @@ class AttentionActor:
         self._open: OpenModel | None = None
         self._model: Model | None = None
         self._local: LocalExchange | None = None
-        self._total = 0
+        self._total, self._loaded = 0, False
         self._store: TCPStore | None = None
         self._mesh: MeshExchange | None = None
         self._loop: EngineLoop | None = None
@@ -107,6 +107,7 @@ class AttentionActor:
             )  # fmt: skip
             self._local = LocalExchange(bank)
         source.close()
+        self._loaded = True
         return source.bytes_read
 
     async def progress(self) -> LoadState:
@@ -193,7 +194,7 @@ class AttentionActor:
 
     async def stream(self, ingress: str) -> AsyncIterator[bytes]:
         """Each step's outputs for this ingress, msgpack list[TokenOutput]. One stream per ingress:
-        a new one takes over from the old."""
+        a new one takes over from the old. It also ends when the ingress is given up as silent."""
         assert self._boxes is not None, "join() before stream()"
         async for message in stream(self._boxes, ingress, self._abort):
             yield message
@@ -204,7 +205,8 @@ class AttentionActor:
         """Whether a request sent now would be served: knocks at the engine's thread.
 
         An ingress that passes its name shows that it lives. Once it has, its requests are aborted
-        when it falls silent: Ray does not end the stream of a reader that died.
+        and its stream ends when it falls silent: Ray does not end the stream of a reader that
+        died, and one that was only frozen comes back for a new stream.
         """
         if self._boxes is not None:
             if ingress:
@@ -214,7 +216,7 @@ class AttentionActor:
                 self._boxes.abandon(lost, self._abort)
         loop = self._loop
         if loop is None:
-            return False, "loading" if self._open is None else "in no epoch yet"
+            return False, "in no epoch yet" if self._loaded else "loading"
         if loop.failed is not None:
             return False, loop.failed
         knocks = loop.engine.arrived

@@ -97,15 +97,16 @@ class Engine:
         self.pages, self.slots = Pool("page", state.pages), Pool("slot", state.slots, compact=True)
         self.scheduler = Scheduler(settings, self.pages, self.slots)
         self.sampler = Sampler(model.kernels)
+        self._eos_ids = frozenset(eos_ids)
         self.limits = Limits(
             vocab_size=model.config.vocab_size,
             max_context=min(settings.max_context or 2**62, model.config.max_position),
             pages=state.pages,
             max_logprobs=settings.max_logprobs,
+            eos_ids=self._eos_ids,
         )
         self.arrived = threading.Event()  # set whenever there may be something to do
         self.failed: str | None = None
-        self._eos_ids = frozenset(eos_ids)
         self._lock = threading.Lock()  # guards the inbox, the names in use, and `failed`
         self._inbox: deque[GenerateRequest | str] = deque()
         self._names: set[str] = set()

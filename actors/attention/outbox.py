@@ -31,6 +31,10 @@ class Outbox:
         self._changed.set()
         return self._reader
 
+    def close(self) -> None:
+        """The reader's iteration ends: nothing will ever be put here again."""
+        self.take_over()
+
     async def read(self, reader: int) -> AsyncIterator[bytes]:
         while self._reader == reader:
             if self._waiting:
@@ -58,6 +62,7 @@ class Outboxes:
         if request_id in self._owner:
             return False
         self._owner[request_id] = ingress
+        self.box(ingress)  # outputs may come before the stream that reads them
         return True
 
     def release(self, request_id: str) -> None:
@@ -67,10 +72,16 @@ class Outboxes:
         return [request for request, owner in list(self._owner.items()) if owner == ingress]
 
     def box(self, ingress: str) -> Outbox:
-        return self._boxes.setdefault(ingress, Outbox())
+        if ingress not in self._boxes:
+            self._boxes[ingress] = Outbox()
+        return self._boxes[ingress]
 
     def drop(self, ingress: str) -> None:
-        self._boxes.pop(ingress, None)
+        """Ends the stream too: an ingress that was only frozen must see that it has to come back,
+        or it would wait for ever on a box that nothing is put into."""
+        box = self._boxes.pop(ingress, None)
+        if box is not None:
+            box.close()
         self._seen.pop(ingress, None)
 
     def seen(self, ingress: str) -> None:
@@ -104,14 +115,16 @@ class Outboxes:
 
     def _post(self, messages: list[tuple[str, bytes]]) -> None:
         for ingress, message in messages:
-            self.box(ingress).put(message)
+            box = self._boxes.get(ingress)
+            if box is not None:  # else it was dropped since, and its requests are dead
+                box.put(message)
 
 
 Abort = Callable[[str], None]
 
 
 async def stream(boxes: Outboxes, ingress: str, abort: Abort) -> AsyncIterator[bytes]:
-    """The messages of `ingress` until another stream of the same ingress takes over.
+    """The messages of `ingress` until another stream of it takes over or it is abandoned.
 
     When the reader goes away for good, nobody waits for its requests any more: they are aborted.
     """

@@ -16,12 +16,14 @@ MAX_PRIORITY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """vocab_size: ids are 0..vocab_size-1. max_context: tokens. pages: of the whole pool."""
+    """vocab_size: ids are 0..vocab_size-1. max_context: tokens. pages: of the whole pool.
+    eos_ids: the model's own end ids."""
 
     vocab_size: int
     max_context: int
     pages: int
     max_logprobs: int
+    eos_ids: frozenset[int] = frozenset()
 
 
 def peak_tokens(prompt_tokens: int, max_tokens: int) -> int:
@@ -97,6 +99,7 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise RequestRefused(f"seed {params.seed} does not fit 64 bits", "seed")
     known("stop_token_ids", params.stop_token_ids)
+    _check_choice(params, limits)
     for field in ("logprobs", "prompt_logprobs"):
         count = getattr(params, field)
         if count is not None:
@@ -111,4 +114,18 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
         raise RequestRefused(
             f"repetition_penalty {params.repetition_penalty} is not a positive number",
             "repetition_penalty",
+        )
+
+
+def _check_choice(params: SamplingParams, limits: Limits) -> None:
+    """Some id must be allowed while min_tokens forbids every end id. Without one a step would find
+    no finite logit and report a broken model."""
+    eos_ids = frozenset[int]() if params.ignore_eos else limits.eos_ids
+    if not params.min_tokens or len(params.stop_token_ids) + len(eos_ids) < limits.vocab_size:
+        return  # no set to build for the usual few ids
+    if len(eos_ids.union(params.stop_token_ids)) >= limits.vocab_size:
+        raise RequestRefused(
+            f"stop_token_ids and the model's end ids are all {limits.vocab_size} ids of the "
+            f"vocabulary, so min_tokens {params.min_tokens} leaves no token to choose",
+            "stop_token_ids",
         )

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from expertmesh.actors.attention.outbox import Outboxes, stream
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.actors.model.model import Model
 from tests.support.checkpoints import write_checkpoint
 
 LIMIT_S = 0.3
@@ -102,6 +104,8 @@ def test_an_ingress_that_goes_silent_loses_its_requests(
         await actor.health("gone")
         await submit(actor, "gone", request("long", 3000))
         await submit(actor, "quiet", request("other", 20))  # never promised to show signs of life
+        frozen = actor.stream("gone")
+        await anext(frozen)
         await asyncio.sleep(0.3)
         await actor.health()
         ends = await until_end(actor.stream("quiet"), "other")
@@ -111,8 +115,59 @@ def test_an_ingress_that_goes_silent_loses_its_requests(
         ).engine.running:
             await asyncio.sleep(0.01)
         assert stats.engine.finished_abort == 1
+        # It was only frozen. The end of its stream tells it so, and with a new one it is served.
+        async with asyncio.timeout(10):
+            assert [message async for message in frozen] == []
+            assert await actor.health("gone") == (True, "")
+            assert await submit(actor, "gone", request("again")) == [None]
+            assert set(await until_end(actor.stream("gone"), "again")) == {"again"}
 
     serve(folder, scenario)
+
+
+def test_what_a_dropped_ingress_was_still_owed_is_not_kept() -> None:
+    async def run() -> None:
+        boxes = Outboxes(asyncio.get_running_loop())
+        aborted: list[str] = []
+        assert boxes.claim("dead", "door")
+        waiting = asyncio.ensure_future(anext(stream(boxes, "door", aborted.append), None))
+        await asyncio.sleep(0)
+        boxes.publish([TokenOutput(request_id="dead", token_ids=[1])])  # on its way when dropped
+        boxes.abandon("door", aborted.append)
+        assert await asyncio.wait_for(waiting, 10) is None and aborted == ["dead"]
+        assert boxes.claim("new", "door")
+        boxes.publish([TokenOutput(request_id="new", token_ids=[2])])
+        (got,) = msgspec.msgpack.decode(
+            await anext(stream(boxes, "door", aborted.append)), type=list[TokenOutput]
+        )
+        assert got.request_id == "new" and aborted == ["dead"]
+
+    asyncio.run(run())
+
+
+def test_health_says_loading_until_the_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Model:
+        opened.set()
+        assert go_on.wait(20)
+        return Model(*args, **options)
+
+    monkeypatch.setattr(actor_module, "Model", slow)
+
+    async def run() -> None:
+        load = LoadSettings(model=folder, device="cpu", expert_cache_bytes=1 << 22)
+        actor = AttentionActor(load, EngineSettings(pages=64, slots=4), ExchangeSettings())
+        loading = asyncio.ensure_future(actor.load())
+        assert await asyncio.to_thread(opened.wait, 20)
+        assert await actor.health() == (False, "loading")
+        go_on.set()
+        await loading
+        assert await actor.health() == (False, "in no epoch yet")
+
+    asyncio.run(run())
 
 
 def test_health_sees_a_stuck_engine_behind_a_live_event_loop(folder: Path) -> None:

@@ -9,9 +9,10 @@ from expertmesh.actors.attention.messages import (
     SamplingParams,
 )
 from expertmesh.actors.attention.validation import Limits, check_request
-from tests.support.engines import check_idle, fake_engine, finish, request
+from tests.support.engines import EOS, check_idle, fake_engine, finish, request
 
-LIMITS = Limits(vocab_size=97, max_context=1024, pages=8, max_logprobs=20)
+LIMITS = Limits(vocab_size=97, max_context=1024, pages=8, max_logprobs=20, eos_ids=frozenset({EOS}))
+ALL_BUT_EOS = [token for token in range(97) if token != EOS]
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,11 @@ LIMITS = Limits(vocab_size=97, max_context=1024, pages=8, max_logprobs=20)
         ({"seed": -(2**63) - 1}, "seed"),
         ({"stop_token_ids": [97]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": ALL_BUT_EOS, "min_tokens": 1}, "stop_token_ids"),
+        (
+            {"stop_token_ids": list(range(97)), "min_tokens": 1, "ignore_eos": True},
+            "stop_token_ids",
+        ),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
@@ -95,6 +101,23 @@ def test_refusal_and_admission_use_the_same_arithmetic() -> None:
             if taken:
                 assert len(answers["big"].token_ids) == max_tokens
             check_idle(engine)
+
+
+def test_end_ids_that_leave_a_token_are_served() -> None:
+    # One id too few to forbid them all: by number, by repetition, without min_tokens.
+    engine = fake_engine()
+    engine.submit(request("eos", [1], 4, stop_token_ids=ALL_BUT_EOS, min_tokens=4))
+    doubled = ALL_BUT_EOS[1:] * 2
+    engine.submit(request("twice", [1], 4, stop_token_ids=doubled, min_tokens=4, ignore_eos=False))
+    engine.submit(request("free", [1], 4, stop_token_ids=list(range(97))))
+    with pytest.raises(RequestRefused, match="all 97 ids of the vocabulary"):
+        stops = request("none", [1], 4, stop_token_ids=ALL_BUT_EOS, min_tokens=1, ignore_eos=False)
+        engine.submit(stops)
+    answers = finish(engine)
+    assert answers["eos"].token_ids == [EOS] * 4
+    assert answers["twice"].token_ids == [ALL_BUT_EOS[0]] * 4
+    assert answers["free"].finish_reason == "stop" and len(answers["free"].token_ids) == 1
+    check_idle(engine)
 
 
 def test_refused_request_leaves_no_trace() -> None:
