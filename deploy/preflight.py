@@ -15,7 +15,7 @@ from expertmesh.actors.model.checkpoint import Checkpoint, CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig, load_config
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.summary import CheckpointSummary
-from expertmesh.actors.model.tokenizer import Tokenizer, TokenizerError
+from expertmesh.actors.model.tokenizer import MODEL_FILE, Tokenizer, TokenizerError
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.listener import hold
@@ -58,7 +58,7 @@ def check_folder(folder: Path) -> ModelConfig:
     try:
         return load_config(folder)
     except ConfigError as error:
-        raise Refused(ExitCode.BAD_CHECKPOINT, f"{folder / 'config.json'}: {error}") from error
+        raise bad_checkpoint(folder, error, "") from error
 
 
 def check_checkpoint(folder: Path, config: ModelConfig) -> CheckpointSummary:
@@ -66,15 +66,35 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> CheckpointSummary:
     try:
         source = Checkpoint.open(folder, config)
     except (CheckpointError, OSError) as error:
-        hint = "copy the checkpoint again, or check it against its source"
-        raise Refused(ExitCode.BAD_CHECKPOINT, f"{folder}: {error}", hint) from error
+        raise bad_checkpoint(folder, error) from error
     try:
         Tokenizer.load(folder, config)
         return source.summary()
     except TokenizerError as error:
-        raise Refused(ExitCode.BAD_CHECKPOINT, f"{folder}: {error}") from error
+        raise bad_checkpoint(folder, error, "") from error
     finally:
         source.close()
+
+
+def bad_checkpoint(
+    folder: Path,
+    error: Exception,
+    hint: str = "copy the checkpoint again, or check it against its source",
+) -> Refused:
+    """The refusal of a checkpoint that can not be read, with its path once: some errors bring
+    the path of the folder or of a file in it, others only a file's name."""
+    text, place = str(error), str(folder)
+    head, _, rest = text.partition(": ")
+    while head.startswith(place) and rest.startswith(f"{head}: "):
+        text = rest
+        head, _, rest = text.partition(": ")
+    if place not in text:
+        text = f"{place}: {text}"
+    return Refused(ExitCode.BAD_CHECKPOINT, text, hint)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / MODEL_FILE).exists()
 
 
 def check_port(host: str, port: int) -> None:

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.batch import PAGE_TOKENS
-from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.checkpoint import CheckpointError
+from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.deploy import preflight
@@ -163,10 +164,12 @@ def _url(options: ServeOptions) -> str:
 
 def _announce(console: Console, options: ServeOptions, began: float) -> None:
     url, name = _url(options), options.served_name
+    # Without a tokenizer the server takes token ids only.
+    prompt = '"Once upon a time"' if preflight.has_tokenizer(options.model) else "[1, 2, 3]"
     console.print(f"[bold green]ready[/] after {time.monotonic() - began:.1f} s at {url}")
     console.print(
         f"  curl {url}/v1/completions -H 'content-type: application/json' "
-        f'-d \'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 40}}\'',
+        f'-d \'{{"model": "{name}", "prompt": {prompt}, "max_tokens": 40}}\'',
         markup=False,
     )
 
@@ -183,7 +186,11 @@ def _serve_here(console: Console, options: ServeOptions, config: ModelConfig) ->
     began = time.monotonic()
     listener = bind(options.host, options.port, shared=True)  # beside our own hold
     threads = max(1, preflight.cores() - 1)  # the event loop needs the last one
-    server = start_local(options.load(), options.engine(config), threads)
+    try:
+        server = start_local(options.load(), options.engine(config), threads)
+    except (CheckpointError, ConfigError) as error:
+        listener.close()
+        raise preflight.bad_checkpoint(options.model, error) from error
     try:
         info = describe(
             options.model, config, name=options.served_name, max_model_len=options.context(config)
@@ -270,6 +277,8 @@ def _run_mesh(console: Console, options: ServeOptions, config: ModelConfig, bega
         try:
             mesh = start(settings, progress)
         except LaunchError as error:
+            if _found_damage(error):
+                raise preflight.bad_checkpoint(options.model, error) from error
             raise Refused(ExitCode.LAUNCH, f"the mesh did not start: {error}") from error
         except Exception as error:  # Ray's own start-up raises anything
             hint = "see Ray's logs under /tmp/ray/session_latest/logs"
@@ -316,6 +325,14 @@ def _run_mesh(console: Console, options: ServeOptions, config: ModelConfig, bega
             mesh.stop()
         if options.address is None:
             ray.shutdown()
+
+
+def _found_damage(error: BaseException) -> bool:
+    """Whether a start failed because of the checkpoint: here, or in an actor (then Ray's error
+    carries the actor's as `cause`)."""
+    cause = error.__cause__
+    found = (cause, getattr(cause, "cause", None))
+    return any(isinstance(one, CheckpointError | ConfigError) for one in found)
 
 
 def _wait_ready(options: ServeOptions, mesh: object, limit: float = 60.0) -> None:

@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.model.checkpoint import CheckpointError
+from expertmesh.actors.model.config import ConfigError
 from expertmesh.actors.model.loading import LoadSettings
-from expertmesh.deploy import preflight
+from expertmesh.deploy import one_process, preflight
 from expertmesh.deploy.cli import BUNDLED
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.listener import KEEP_ALIVE_SECONDS, bind, http_server
 from expertmesh.deploy.preflight import MemoryPlan
 from expertmesh.deploy.serve_app import DoorSettings, build_openai_app
-from expertmesh.deploy.serve_command import ServeOptions
+from expertmesh.deploy.serve_command import ServeOptions, _announce, _found_damage, _serve_here
+from tests.support.http_server import free_port
 
 
 def options(model: Path, **changes: object) -> ServeOptions:
@@ -77,6 +81,55 @@ def test_only_one_of_many_starts_gets_the_port() -> None:
     holds = [one for one in found if one is not None]
     assert len(holds) == 1
     holds[0].close()
+
+
+def test_a_refused_checkpoint_is_named_once(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for error in (f"{file}: {file}: bad", f"{file}: bad", "config.json: bad"):
+        message = preflight.bad_checkpoint(tmp_path, ValueError(error)).message
+        assert message.count(str(tmp_path)) == 1 and message.endswith("config.json: bad")
+    file.write_text('{"model_type": 3}')
+    with pytest.raises(Refused) as refused:
+        preflight.check_folder(tmp_path)
+    assert refused.value.message.count(str(tmp_path)) == 1
+    assert not preflight.has_tokenizer(tmp_path) and preflight.has_tokenizer(BUNDLED)
+
+
+def test_damage_is_told_from_other_failed_starts() -> None:
+    remote = RuntimeError("load failed")
+    remote.cause = CheckpointError("scale 255")  # type: ignore[attr-defined]
+    for cause, damaged in (
+        (CheckpointError("x"), True),
+        (remote, True),
+        (RuntimeError("no node"), False),
+        (None, False),
+    ):
+        error = RuntimeError("the mesh")
+        error.__cause__ = cause
+        assert _found_damage(error) is damaged
+
+
+@pytest.mark.parametrize("problem", [CheckpointError("a.safetensors: scale 255"), ConfigError("x")])
+def test_damage_found_while_reading_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    def damaged(*_: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(one_process, "start_local", damaged)
+    config = preflight.check_folder(checkpoint)
+    chosen = options(checkpoint, expert_actors=0, port=free_port())
+    with pytest.raises(Refused) as refused:
+        _serve_here(Console(), chosen, config)
+    assert refused.value.code is ExitCode.BAD_CHECKPOINT and str(problem) in refused.value.message
+
+
+def test_the_printed_example_fits_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    console = Console(record=True, soft_wrap=True)
+    _announce(console, options(checkpoint), 0.0)
+    _announce(console, options(tmp_path), 0.0)
+    text = console.export_text()
+    assert '"prompt": "Once upon a time"' in text and '"prompt": [1, 2, 3]' in text
 
 
 def test_memory_plan_counts_what_is_loaded(checkpoint: Path) -> None:
