@@ -54,8 +54,9 @@ class EngineClient(Protocol):
         """Whether a request sent now would be served, and if not, why. Never blocks."""
         ...
 
-    async def stats(self) -> Mapping[str, EngineStats]:
-        """Counters by engine name. Engines that do not answer are left out."""
+    async def stats(self) -> Mapping[str, EngineStats | None]:
+        """Counters by engine name; None for one that is down. One that is only too busy to answer
+        in time is left out."""
         ...
 
 

@@ -92,12 +92,12 @@ class RayEngineClient:
             return True, ""
         return False, "; ".join(f"{link.name}: {link.down}" for link in self._links)
 
-    async def stats(self) -> Mapping[str, EngineStats]:
+    async def stats(self) -> Mapping[str, EngineStats | None]:
         answers = await asyncio.gather(*[link.stats() for link in self._links])
         return {
             link.name: stats
             for link, stats in zip(self._links, answers, strict=True)
-            if stats is not None
+            if stats is not None or link.down
         }
 
 
@@ -176,6 +176,7 @@ class Link:
             self._actor.abort.remote(aborts)
 
     async def stats(self) -> EngineStats | None:
+        """None when it is down or does not answer in time."""
         if self._actor is None or self.down:
             return None
         try:

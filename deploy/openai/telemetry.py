@@ -80,7 +80,7 @@ class Telemetry:
         """The client went away before the end."""
         self._failures.labels(self._model, "cancelled").inc()
 
-    def exposition(self, stats: Mapping[str, EngineStats]) -> bytes:
+    def exposition(self, stats: Mapping[str, EngineStats | None]) -> bytes:
         """The text format, engines as they are now."""
         self._engines.stats = stats
         return generate_latest(self.registry)
@@ -91,7 +91,7 @@ class EngineCollector(Collector):
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name
-        self.stats: Mapping[str, EngineStats] = {}
+        self.stats: Mapping[str, EngineStats | None] = {}
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         def gauge(metric: Metric, values: Mapping[str, float]) -> GaugeMetricFamily:
@@ -106,7 +106,9 @@ class EngineCollector(Collector):
                 family.add_metric([self._model, engine], value)
             return family
 
-        stats = self.stats
+        # Of an engine that is down only that is known. Zeros would read as restarted counters.
+        stats = {engine: one for engine, one in self.stats.items() if one is not None}
+        up = {e: float(s is not None and s.failed is None) for e, s in self.stats.items()}
         yield gauge(metrics.NUM_REQUESTS_RUNNING, {e: s.running for e, s in stats.items()})
         yield gauge(metrics.NUM_REQUESTS_WAITING, {e: s.waiting for e, s in stats.items()})
         yield gauge(
@@ -117,7 +119,7 @@ class EngineCollector(Collector):
             metrics.STATE_SLOT_USAGE,
             {e: _used(s.slots_free, s.slots_total) for e, s in stats.items()},
         )
-        yield gauge(metrics.ENGINE_UP, {e: float(s.failed is None) for e, s in stats.items()})
+        yield gauge(metrics.ENGINE_UP, up)
         yield counter(metrics.NUM_PREEMPTIONS, {e: s.preemptions for e, s in stats.items()})
         yield counter(metrics.ENGINE_STEPS, {e: s.steps for e, s in stats.items()})
         yield counter(metrics.ENGINE_PROMPT_TOKENS, {e: s.prompt_tokens for e, s in stats.items()})

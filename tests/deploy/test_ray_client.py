@@ -18,6 +18,7 @@ from expertmesh.actors.attention.messages import (
 )
 from expertmesh.deploy import ray_client
 from expertmesh.deploy.engine_client import EngineUnavailable
+from expertmesh.deploy.openai.telemetry import Telemetry
 from expertmesh.deploy.ray_client import RayEngineClient
 
 
@@ -146,8 +147,23 @@ def test_outputs_reach_their_requests() -> None:
         owner["b"].say(out("b", 6, 7, finish="length"))
         assert (await first, await second) == ([1, 2], [5, 6, 7])
         stats = await client.stats()
-        assert {name: one.running for name, one in stats.items()} == {"r0": 1, "r1": 1}
+        assert {name: one and one.running for name, one in stats.items()} == {"r0": 1, "r1": 1}
         assert not replicas[0].aborted and not replicas[1].aborted
+
+    run(scenario)
+
+
+def test_a_replica_that_is_down_is_seen_in_the_metrics() -> None:
+    async def scenario(client: RayEngineClient, replicas: list[Replica]) -> None:
+        replicas[0].dead.set()
+        await until(lambda: bool(client._links[0].down))
+        stats = await client.stats()
+        assert stats["r0"] is None and stats["r1"] is not None
+        lines = Telemetry("m", lambda: 0.0).exposition(stats).decode().splitlines()
+        series = [line for line in lines if 'engine="r0"' in line]
+        assert len(series) == 1 and series[0].startswith("expertmesh_engine_up{")
+        assert series[0].endswith(" 0.0")
+        assert any('engine="r1"' in line and line.endswith(" 1.0") for line in lines)
 
     run(scenario)
 
