@@ -104,7 +104,8 @@ def _message(path: str, message: Any) -> Message:
     )
     text = _content(message.get("content"), f"{path}.content")
     if text is None and not (tools or calls or reasoning):
-        raise ChatError(f"{path}.content", f"a {role} message needs content")
+        article = "an" if role == "assistant" else "a"
+        raise ChatError(f"{path}.content", f"{article} {role} message needs content")
     return Message(
         path=path,
         role="system" if is_system else role,

@@ -56,6 +56,7 @@ def build_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # clients do not follow a 307 of a POST; a 404 says what is wrong
         lifespan=lifespan,
     )
     door = FrontDoor(client, info)

@@ -5,6 +5,7 @@ fields empty), and inside a stream only `data: {"error": ...}` raises; anything 
 short but complete answer.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,10 @@ _CODES = {
     503: "service_unavailable",
     504: "timeout",
 }
+
+
+# How pydantic's messages begin: "Input should be ...", "String should have ...".
+_SHOULD = re.compile(r"^[A-Z][a-z]+ should ")
 
 
 class ApiError(Exception):
@@ -121,6 +126,8 @@ def from_validation(error: ValidationError) -> ApiError:
         return bad(f"unknown field '{path}'", path, "unknown_parameter")
     elif kind == "missing":
         return bad(f"'{path}' is required", path, "missing_required_parameter")
-    elif message.startswith("Input should be "):
-        message = "must be " + message.removeprefix("Input should be ")
+    elif kind in ("model_type", "dict_type"):
+        message = "must be an object"  # pydantic's text names our classes
+    else:
+        message = _SHOULD.sub("must ", message)
     return bad(f"'{path}': {message}" if path else message, path or None, "invalid_value")

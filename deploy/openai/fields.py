@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+# Printable ASCII, bounded: a request's id goes back in headers and answers, and into logs.
+USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 INT64 = 2**63
 
@@ -27,13 +29,18 @@ def _integer_keys(value: Any) -> Any:
         raise ValueError("must be an object of token id to bias")
     out: dict[int, Any] = {}
     for key, bias in value.items():
-        if isinstance(key, str) and _INTEGER.fullmatch(key):
-            out[int(key)] = bias
-        elif isinstance(key, int):
-            out[key] = bias
-        else:
+        if not isinstance(key, int) and not _INTEGER.fullmatch(str(key)):
             raise PathError(f".{str(key)[:40]}", "keys must be token ids")
+        if int(key) in out:  # "5" and "05": which of the two biases was meant?
+            raise PathError(f".{key}", f"token {int(key)} is there twice")
+        out[int(key)] = bias
     return out
+
+
+def _usable_id(value: Any) -> Any:
+    if isinstance(value, str) and not USABLE_ID.fullmatch(value):
+        raise ValueError("must be 1 to 256 printable ASCII characters without spaces")
+    return value
 
 
 def _prompt(value: Any) -> Any:
@@ -70,5 +77,6 @@ LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_integer_keys)
 ]
 Prompts = Annotated[list[Any], BeforeValidator(_prompt)]
+RequestId = Annotated[str, BeforeValidator(_usable_id), Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
 TokenCount = Annotated[int, Field(ge=0, lt=INT64)]

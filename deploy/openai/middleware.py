@@ -2,7 +2,6 @@
 Starlette's BaseHTTPMiddleware copies every chunk of a stream through a queue."""
 
 import logging
-import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -10,11 +9,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertmesh.deploy.openai.errors import ApiError
+from expertmesh.deploy.openai.fields import USABLE_ID
 
 _log = logging.getLogger(__name__)
-
-# Printable ASCII, bounded: the id goes back in a header and into logs.
-_USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Edge:
@@ -30,7 +27,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if USABLE_ID.fullmatch(given) else uuid.uuid4().hex
         started = False
 
         async def tagged(message: Message) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from expertmesh.deploy.openai.fields import LogitBias, Prompts, Seed, Texts, TokenCount
+from expertmesh.deploy.openai.fields import LogitBias, Prompts, RequestId, Seed, Texts, TokenCount
 
 Effort = Literal["low", "high", "max"]
 
@@ -76,7 +76,7 @@ class SamplingRequest(Strict):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: RequestId | None = None
     priority: Annotated[int, Field(ge=-(10**6), le=10**6)] = 0
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

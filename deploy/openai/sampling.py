@@ -84,14 +84,14 @@ def token_budget(
     all that fits). Raises ApiError with the numbers when prompt and limit exceed the context."""
     context = served.max_model_len
     room = context - prompt_tokens
+    if room < (0 if asked == 0 else 1):  # no limit would help, so it is the prompt's fault
+        raise bad(
+            f"the prompt has {prompt_tokens} tokens and leaves no room for an answer: the "
+            f"context holds {context}",
+            prompt_param,
+            "context_length_exceeded",
+        )
     if asked is None:
-        if room < 1:
-            raise bad(
-                f"the prompt has {prompt_tokens} tokens and leaves no room for an answer: the "
-                f"context holds {context}",
-                prompt_param,
-                "context_length_exceeded",
-            )
         budget = room if default is None else min(room, default)
         budget = max(budget, min(request.min_tokens, room))
     else:

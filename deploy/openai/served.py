@@ -35,7 +35,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """name: the id clients use. root: where the weights came from. moe_layers, top_k: the shape
-    of routed_experts. thinking: whether the chat format has a reasoning part at all."""
+    of routed_experts."""
 
     name: str
     root: str

@@ -198,6 +198,12 @@ def test_too_many_requests(served: ServedModel) -> None:
         assert door.text("xy", max_tokens=1) == "x"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions/", "/v1/models/", "/health/"])
+def test_a_trailing_slash_is_no_redirect(door: Door, path: str) -> None:
+    method = "POST" if "completions" in path else "GET"
+    assert envelope(door.http.request(method, path), 404)["code"]
+
+
 def test_request_ids(door: Door) -> None:
     def header(value: str | None) -> str:
         headers = {} if value is None else {"x-request-id": value}

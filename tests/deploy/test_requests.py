@@ -137,6 +137,9 @@ def test_context_length_has_the_numbers(door: Door) -> None:
     assert all(number in error["message"] for number in ("1024", "1000", "25", "1025"))
     assert door.complete([1] * 1000, max_tokens=24)["usage"]["completion_tokens"] == 24
     assert door.refused(COMPLETIONS, prompt=[1] * 1024)["param"] == "prompt"
+    for limit in (0, 5, 2000):
+        error = door.refused(COMPLETIONS, prompt=[1] * 1025, max_tokens=limit)
+        assert error["param"] == "prompt" and error["code"] == "context_length_exceeded"
     # Without a limit of its own a completion takes OpenAI's 16, or what is left.
     assert door.complete([1] * 1020)["usage"]["completion_tokens"] == 4
     assert door.complete([1])["usage"]["completion_tokens"] == 16
@@ -145,6 +148,8 @@ def test_context_length_has_the_numbers(door: Door) -> None:
 def test_chat_without_a_limit_may_fill_the_context(door: Door, fake: FakeEngineClient) -> None:
     usage = door.chat(ignore_eos=True)["usage"]
     assert usage["total_tokens"] == 1024
+    long = [{"role": "user", "content": "hi " * 1024}]
+    assert door.refused(CHAT, messages=long, max_tokens=5)["param"] == "messages"
     error = door.refused(CHAT, messages=USER, max_completion_tokens=1024)
     assert error["param"] == "max_completion_tokens" and "1024" in error["message"]
 
@@ -178,3 +183,23 @@ def test_sampling_reaches_the_engine(door: Door, fake: FakeEngineClient) -> None
     # A negative seed wraps; choices differ by their seeds, and by their ids.
     assert (params.seed, second.params.seed) == (2**63 - 1, 0)
     assert first.request_id != second.request_id
+
+
+@pytest.mark.parametrize("value", ["", "a b", "a\nb", "\u00e9", "x" * 257])
+def test_request_id_is_as_limited_as_the_header(door: Door, value: str) -> None:
+    assert door.refused(COMPLETIONS, prompt="x", request_id=value)["param"] == "request_id"
+    assert door.complete("x", request_id="job-1")["id"] == "cmpl-job-1"
+
+
+def test_one_bias_per_token(door: Door) -> None:
+    error = door.refused(COMPLETIONS, prompt="x", logit_bias={"5": 1, "05": 2})
+    assert error["param"] == "logit_bias.05" and "twice" in error["message"]
+
+
+def test_messages_are_in_the_words_of_the_api(door: Door) -> None:
+    error = door.refused(COMPLETIONS, prompt="x", response_format="text")
+    assert error["message"] == "'response_format': must be an object"
+    error = door.refused(COMPLETIONS, prompt="x", model="")
+    assert error["message"] == "'model': must have at least 1 character"
+    error = door.refused(CHAT, messages=[{"role": "assistant"}])
+    assert "an assistant message needs content" in error["message"]
