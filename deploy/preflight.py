@@ -17,6 +17,7 @@ from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.tokenizer import MODEL_FILE, Tokenizer, TokenizerError
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
+from expertmesh.cluster.placement import PlacementError, check_actors
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.listener import hold
 
@@ -74,6 +75,16 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> CheckpointSummary:
         raise bad_checkpoint(folder, error, "") from error
     finally:
         source.close()
+
+
+def check_placement(config: ModelConfig, expert_actors: int) -> None:
+    """Refused when an expert actor would have no expert."""
+    if not expert_actors:
+        return
+    try:
+        check_actors(config.num_experts, expert_actors)
+    except PlacementError as error:
+        raise Refused(ExitCode.USAGE, f"--expert-actors: {error}") from error
 
 
 def bad_checkpoint(
@@ -207,20 +218,23 @@ def check_memory(plan: MemoryPlan, pages: int, available: int) -> None:
     if plan.total <= available:
         return
     parts = (
-        f"attention weights {gigabytes(plan.attention)}, experts {gigabytes(plan.experts)}, "
-        f"decoded experts {gigabytes(plan.expert_cache)}, state {gigabytes(plan.state)}, "
-        f"processes {gigabytes(plan.processes)}"
+        f"attention weights {size_text(plan.attention)}, experts {size_text(plan.experts)}, "
+        f"decoded experts {size_text(plan.expert_cache)}, state {size_text(plan.state)}, "
+        f"processes {size_text(plan.processes)}"
     )
     raise Refused(
         ExitCode.MEMORY,
-        f"this start needs {gigabytes(plan.total)} and {gigabytes(available)} is available "
+        f"this start needs {size_text(plan.total)} and {size_text(available)} is available "
         f"({parts})",
         f"lower --kv-pages (now {pages} pages of {PAGE_TOKENS} tokens), --expert-cache-gb or the "
         "number of actors, or use --dtype bfloat16",
     )
 
 
-def gigabytes(count: int) -> str:
+def size_text(count: int) -> str:
+    """Bytes in the unit that shows more than zeros."""
+    if count < 1e8:
+        return f"{count / 1e6:.1f} MB"
     return f"{count / 1e9:.2f} GB" if count < 1e15 else f"{count:.1e} bytes"
 
 

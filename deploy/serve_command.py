@@ -22,7 +22,7 @@ from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.deploy import preflight
 from expertmesh.deploy.exit_codes import ExitCode, Refused
-from expertmesh.deploy.preflight import gigabytes
+from expertmesh.deploy.preflight import size_text
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ def run(options: ServeOptions) -> None:
     try:
         config = preflight.check_folder(options.model)
         summary = preflight.check_checkpoint(options.model, config)
+        preflight.check_placement(config, options.expert_actors)
         with preflight.hold_port(options.host, options.port):
             if options.address is not None and not options.dry_run:
                 preflight.check_cluster(options.address)
@@ -146,15 +147,22 @@ def _print_plan(
         f"{config.experts_per_token} per token)"
     )
     console.print(
-        f"  weights   {gigabytes(summary.text_bytes)} in {summary.shards} "
+        f"  weights   {size_text(summary.text_bytes)} in {summary.shards} "
         f"shard{'s' if summary.shards > 1 else ''}, {options.dtype} compute, {actors}"
     )
     state = preflight.state_bytes(config, options.engine(config), 4)
     console.print(
         f"  state     {options.kv_pages} pages of {PAGE_TOKENS} tokens, {options.max_running} "
-        f"slots, {gigabytes(state)} per replica; {options.context(config)} tokens a request"
+        f"slots, {size_text(state)} per replica; {options.context(config)} tokens a request"
     )
     console.print(f"  address   {_url(options)}")
+    asked, given = options.max_model_len, options.context(config)
+    if asked is not None and asked > given:
+        console.print(
+            f"[yellow]warning[/]: --max-model-len {asked} is cut to {given}: the model knows "
+            f"{config.max_position} positions, and --kv-pages {options.kv_pages} hold "
+            f"{options.kv_pages * PAGE_TOKENS} tokens"
+        )
 
 
 def _url(options: ServeOptions) -> str:
@@ -266,8 +274,8 @@ def _run_mesh(console: Console, options: ServeOptions, config: ModelConfig, bega
         if state.done != told:
             told = state.done
             console.print(
-                f"  loading   {gigabytes(state.done)} of {gigabytes(state.total)}, "
-                f"{gigabytes(int(state.rate))}/s"
+                f"  loading   {size_text(state.done)} of {size_text(state.total)}, "
+                f"{size_text(int(state.rate))}/s"
             )
 
     mesh: Mesh | None = None

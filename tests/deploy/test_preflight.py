@@ -1,7 +1,9 @@
 """What a start checks, as plain functions."""
 
 import os
+import signal
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.listener import KEEP_ALIVE_SECONDS, bind, http_server
 from expertmesh.deploy.preflight import MemoryPlan
 from expertmesh.deploy.serve_app import DoorSettings, build_openai_app
-from expertmesh.deploy.serve_command import ServeOptions, _announce, _found_damage, _serve_here
+from expertmesh.deploy.serve_command import ServeOptions, _announce, _found_damage, _serve_here, run
 from tests.support.http_server import free_port
 
 
@@ -93,6 +95,46 @@ def test_a_refused_checkpoint_is_named_once(tmp_path: Path) -> None:
         preflight.check_folder(tmp_path)
     assert refused.value.message.count(str(tmp_path)) == 1
     assert not preflight.has_tokenizer(tmp_path) and preflight.has_tokenizer(BUNDLED)
+
+
+def test_an_address_of_another_machine_is_not_called_taken() -> None:
+    with pytest.raises(Refused, match="not an address of this machine") as refused:
+        preflight.hold_port("192.0.2.1", free_port())
+    assert refused.value.code is ExitCode.PORT and "--host" in refused.value.hint
+
+
+def test_sizes_are_not_shown_as_zero() -> None:
+    sizes = [preflight.size_text(count) for count in (1_250_000, 2 * 10**8, 10**16)]
+    assert sizes == ["1.2 MB", "0.20 GB", "1.0e+16 bytes"]
+
+
+def test_more_expert_actors_than_experts(checkpoint: Path) -> None:
+    config = preflight.check_folder(checkpoint)
+    preflight.check_placement(config, config.num_experts)
+    with pytest.raises(Refused) as refused:
+        run(options(checkpoint, expert_actors=config.num_experts + 1, dry_run=True))
+    assert refused.value.code is ExitCode.USAGE
+    assert f"1 to {config.num_experts}" in refused.value.message
+
+
+def test_dry_run_checks_the_port_and_warns_of_a_cut(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    run(options(checkpoint, dry_run=True, port=port, max_model_len=5000))
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "warning: --max-model-len 5000 is cut to 512" in printed and "4096" in printed
+    with preflight.hold_port("127.0.0.1", port), pytest.raises(Refused, match="taken"):
+        run(options(checkpoint, dry_run=True, port=port))
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers() -> Iterator[None]:
+    """`run` and its parts set their own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_damage_is_told_from_other_failed_starts() -> None:

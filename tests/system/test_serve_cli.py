@@ -154,6 +154,7 @@ class TestRefusals:
     def test_wrong_usage(self, checkpoint: Path) -> None:
         self.check(2, checkpoint, "--dtype", "float8", names="--dtype")
         self.check(2, checkpoint, "--banana", names="--banana")
+        self.check(2, checkpoint, "--expert-actors", "8", "--dry-run", names="1 to 7")
 
     def test_no_such_cluster(self, checkpoint: Path) -> None:
         port = free_port()
@@ -163,7 +164,8 @@ class TestRefusals:
         )  # fmt: skip
 
     def test_dry_run_starts_nothing(self, checkpoint: Path) -> None:
-        code, output = _run(checkpoint, "--dry-run", "--attention-replicas", "3")
+        port = str(free_port())  # a dry run checks it too
+        code, output = _run(checkpoint, "--dry-run", "--attention-replicas", "3", "--port", port)
         assert code == 0 and "3 attention + 2 expert actors" in output and "7 experts" in output
 
 
