@@ -1,5 +1,6 @@
 """The real command: starts, answers, refuses with its own exit codes, and leaves nothing."""
 
+import json
 import os
 import re
 import signal
@@ -148,6 +149,13 @@ class TestRefusals:
         (folder / "config.json").write_text("{}")
         self.check(4, folder, names="config.json")
 
+    @pytest.mark.parametrize("actors", ["0", "1"])
+    def test_damage_that_only_reading_finds(self, tmp_path: Path, actors: str) -> None:
+        folder = write_checkpoint(tmp_path / "damaged", shards=1, num_hidden_layers=2)
+        name = _damage_a_scale(folder / "model.safetensors")
+        port = str(free_port())
+        self.check(4, folder, "--expert-actors", actors, "--port", port, names=name)
+
     def test_not_enough_memory(self, checkpoint: Path) -> None:
         self.check(6, checkpoint, "--kv-pages", str(10**9), names="--kv-pages")
 
@@ -268,11 +276,25 @@ class TestMesh:
 
 @pytest.mark.timeout(500)
 def test_stop_during_the_start_leaves_no_process(checkpoint: Path) -> None:
-    with server_process(checkpoint, "--port", str(free_port()), "--name", "early") as server:
+    port = str(free_port())
+    with server_process(checkpoint, "--port", port, "--name", "early") as server:
         wait_for(lambda: len(server.descendants()) > 3, START, lambda: server.output)
+        # Nobody listens yet, and still the port is not to be had.
+        assert _run(checkpoint, "--port", port)[0] == 5
         server.signal(signal.SIGTERM)
         assert server.wait(STOP + 30) in (0, 7), server.output
         assert server.descendants() == {}
+
+
+def _damage_a_scale(shard: Path) -> str:
+    """Makes one scale byte of an expert NaN, which no header shows. Returns the tensor's name."""
+    raw = bytearray(shard.read_bytes())
+    data = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:data])
+    name: str = next(key for key in header if "experts.0." in key and key.endswith("scale"))
+    raw[data + header[name]["data_offsets"][0]] = 255
+    shard.write_bytes(raw)
+    return name
 
 
 def _run(*arguments: str | Path) -> tuple[int, str]:
