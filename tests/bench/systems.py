@@ -153,3 +153,10 @@ def ratios(
 ) -> dict[str, float]:
     """concurrency -> rate of system `of` over that of system `to`."""
     return {n: round(row[of][key] / row[to][key], 3) for n, row in results.items()}
+
+
+def best(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The fastest of the results of one system with different thread counts."""
+    found = [result for key, result in row.items() if key.startswith(prefix)]
+    fastest: dict[str, Any] = max(found, key=lambda result: result["decode_tokens_per_s"])
+    return fastest

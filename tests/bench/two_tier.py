@@ -6,13 +6,12 @@ be the faster one; the headline ratio is against the better of the two at that c
 """
 
 import argparse
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from expertmesh.actors.model.config import load_config
 from tests.bench import machine, models
-from tests.bench.systems import Command, Worker, alternate, expertmesh, ratios
+from tests.bench.systems import Command, Worker, alternate, best, expertmesh, ratios
 
 TARGET = "two_tier / best_one_process >= 0.8 at concurrency 32"
 
@@ -50,7 +49,7 @@ def _model(name: str, options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         systems = {key: worker.facts for key, worker in workers.items()}
     for row in results.values():
-        row["best_one_process"] = _best(row)
+        row["best_one_process"] = best(row, "one_process")
     ones = [key for key in commands if key not in options.shapes]
     return {
         "systems": systems,
@@ -61,9 +60,3 @@ def _model(name: str, options: argparse.Namespace) -> dict[str, Any]:
             for base in [*ones, "best_one_process"]
         },
     }
-
-
-def _best(row: Mapping[str, Any]) -> dict[str, Any]:
-    ones = [result for key, result in row.items() if key.startswith("one_process")]
-    best: dict[str, Any] = max(ones, key=lambda result: result["decode_tokens_per_s"])
-    return best
