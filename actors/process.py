@@ -24,6 +24,11 @@ class LoadState(msgspec.Struct, frozen=True):
     total: int = 0
 
 
+def own_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def settle(address: str, threads: int) -> Whereabouts:
     """Limits this process to its share of the cores.
 

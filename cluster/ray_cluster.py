@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from expertmesh.actors.process import own_cores
 from expertmesh.cluster.membership import Member
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.topology import Node
@@ -68,10 +69,6 @@ def connect(settings: ClusterSettings) -> bool:
             if attempt == START_ATTEMPTS - 1:
                 raise RayUnavailable(f"Ray did not start: {error}") from error
     raise AssertionError("unreachable")
-
-
-def own_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def nodes() -> list[Node]:

@@ -2,7 +2,6 @@
 code and a message that says what to do."""
 
 import errno
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,7 +235,3 @@ def size_text(count: int) -> str:
     if count < 1e8:
         return f"{count / 1e6:.1f} MB"
     return f"{count / 1e9:.2f} GB" if count < 1e15 else f"{count:.1e} bytes"
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -21,6 +21,7 @@ from expertmesh.actors.attention.messages import (
     RequestRefused,
     TokenOutput,
 )
+from expertmesh.cluster.watch import first_line
 from expertmesh.deploy.engine_client import EngineUnavailable, Pace, at_once
 from expertmesh.deploy.mailbox import Mailbox
 
@@ -163,7 +164,7 @@ class Link:
         try:
             answers = await self._actor.submit.remote(self._ingress, message)
         except Exception as error:
-            answers = [("failed", _first_line(error), "")] * len(pending)
+            answers = [("failed", first_line(error), "")] * len(pending)
         for (request, taken), answer in zip(pending, answers, strict=True):
             if not taken.done():
                 taken.set_result(None if answer is None else tuple(answer))
@@ -197,7 +198,7 @@ class Link:
                     reader.cancel()
                     await asyncio.gather(reader, return_exceptions=True)
             except Exception as error:
-                self._lose(_first_line(error))
+                self._lose(first_line(error))
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _read(self, actor: Any) -> None:
@@ -248,8 +249,3 @@ class Link:
 
 async def _answer(reference: Any) -> Any:
     return await reference
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

@@ -20,6 +20,7 @@ from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.summary import CheckpointSummary
+from expertmesh.actors.process import own_cores
 from expertmesh.deploy import preflight
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import size_text
@@ -193,7 +194,7 @@ def _serve_here(console: Console, options: ServeOptions, config: ModelConfig) ->
 
     began = time.monotonic()
     listener = bind(options.host, options.port, shared=True)  # beside our own hold
-    threads = max(1, preflight.cores() - 1)  # the event loop needs the last one
+    threads = max(1, own_cores() - 1)  # the event loop needs the last one
     try:
         server = start_local(options.load(), options.engine(config), threads)
     except (CheckpointError, ConfigError) as error:

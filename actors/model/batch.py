@@ -15,9 +15,6 @@ from torch import Tensor
 from expertmesh.kernels.mla.plan import DecodePlan, plan_decode
 
 PAGE_TOKENS = 64
-# A matmul with 1 row, or with 2 or 3, uses other CPU kernels than one with 4 or more, and their
-# last bits differ. From 4 rows up, a row's result does not depend on how many others there are.
-MIN_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)

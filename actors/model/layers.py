@@ -9,10 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from expertmesh.actors.model.batch import MIN_ROWS, Batch
+from expertmesh.actors.model.batch import Batch
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.kernels.elementwise import sigmoid
 from expertmesh.kernels.latent_moe.torch_ops import Glu
+from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 from expertmesh.kernels.mla.torch_ops import MlaSpan
 from expertmesh.kernels.registry import Kernels
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.base import Exchange
 from expertmesh.actors.experts.bank import glu_of
-from expertmesh.actors.model.batch import MIN_ROWS, Batch
+from expertmesh.actors.model.batch import Batch
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.layers import Gated, Kda, Mla, Router
 from expertmesh.actors.model.residual import (
@@ -24,6 +24,7 @@ from expertmesh.actors.model.residual import (
     Residual,
 )
 from expertmesh.actors.state.model_state import ModelState
+from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 from expertmesh.kernels.registry import Kernels
 
 

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from expertmesh import __version__
+from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.engine_client import EngineClient
 from expertmesh.deploy.openai import chat, completions
 from expertmesh.deploy.openai.body import read_json
@@ -34,6 +35,7 @@ from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.openai.telemetry import Telemetry
 
 Model = TypeVar("Model", bound=Strict)
+Tokenizing = TypeVar("Tokenizing", TokenizeRequest, DetokenizeRequest)
 # A checked request as its generation, and whether the edge may end it early (stop strings).
 Prepare = Callable[[dict[str, Any]], tuple[Generation, bool]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -182,14 +184,20 @@ class FrontDoor:
         text = self._telemetry.exposition(await self._client.stats())
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
-    async def tokenize(self, request: Request) -> Response:
+    async def _tokenizing(
+        self, request: Request, model: type[Tokenizing], param: str
+    ) -> tuple[Tokenizing, bool, Tokenizer]:
+        """The checked body, whether it is heavy, and the tokenizer that both directions need."""
         limits = self._served.limits
         body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
-        parsed = _validate(TokenizeRequest, body)
+        parsed = _validate(model, body)
         check_model(parsed.model, self._served)
-        tokenizer = self._served.tokenizer
-        if tokenizer is None:
-            raise bad("this checkpoint has no tokenizer", "prompt")
+        if self._served.tokenizer is None:
+            raise bad("this checkpoint has no tokenizer", param)
+        return parsed, heavy, self._served.tokenizer
+
+    async def tokenize(self, request: Request) -> Response:
+        parsed, heavy, tokenizer = await self._tokenizing(request, TokenizeRequest, "prompt")
         if (parsed.prompt is None) == (parsed.messages is None):
             raise bad("give either prompt or messages", "prompt")
 
@@ -211,13 +219,7 @@ class FrontDoor:
         return _json(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        limits = self._served.limits
-        body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
-        parsed = _validate(DetokenizeRequest, body)
-        check_model(parsed.model, self._served)
-        tokenizer = self._served.tokenizer
-        if tokenizer is None:
-            raise bad("this checkpoint has no tokenizer", "tokens")
+        parsed, heavy, tokenizer = await self._tokenizing(request, DetokenizeRequest, "tokens")
         check_ids(parsed.tokens, self._served.vocab_size, "tokens")
         arguments = (parsed.tokens, parsed.skip_special_tokens)
         if heavy:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import tiktoken
 
+from expertmesh.actors.model.tokenizer import PATTERN
+
 VOCAB = 2048
 RESERVED = 64
 FIRST_SPECIAL = VOCAB - RESERVED
@@ -27,22 +29,6 @@ NAMED = {
     63: "[PAD]",
 }
 PLAIN_ADDED = ("<|open|>", "<|close|>", "<|sep|>")  # added tokens with special=false, as in K3
-LETTERS = r"\p{Lm}\p{Lo}\p{M}"
-PATTERN = "|".join(
-    (
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{LETTERS}&&[^\p{{Han}}]]*"
-        rf"[\p{{Ll}}{LETTERS}&&[^\p{{Han}}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{LETTERS}&&[^\p{{Han}}]]+"
-        rf"[\p{{Ll}}{LETTERS}&&[^\p{{Han}}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-
 
 # Added to the corpus before learning merges, so that the model's own words are short.
 CHAT_SAMPLE = [

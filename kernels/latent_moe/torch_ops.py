@@ -8,8 +8,7 @@ from torch import Tensor
 
 from expertmesh.kernels.elementwise import constant, sigmoid, silu
 from expertmesh.kernels.latent_moe.types import ExpertWeightsOf, Glu
-
-MIN_ROWS = 4  # CPU matmuls give a row the same bits for any number of rows from 4 up
+from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 
 __all__ = ["ExpertWeightsOf", "Glu", "experts_partial_sum", "glu", "route"]
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 PREPACK_ELEMENTS = 1 << 18
-_DECODE_ROWS = 4
+# A matmul with 1 row, or with 2 or 3, uses other CPU kernels than one with 4 or more, and their
+# last bits differ. From 4 rows up, a row's result does not depend on how many others there are.
+MIN_ROWS = 4
 # A contiguous transpose of another width makes the last bits of a row depend on the batch.
 _TRANSPOSE_MULTIPLE = 16
 
@@ -34,9 +36,7 @@ class PackedLinear:
         self._packed: Tensor | None = None
         self._weight_KN: Tensor | None = None
         if _worth_prepacking(weight_NK):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(
-                weight_NK.contiguous(), _DECODE_ROWS
-            )
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), MIN_ROWS)
         else:
             self._weight_KN = lay_out(weight_NK).t()
 

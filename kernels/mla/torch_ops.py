@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 from expertmesh.kernels.mla.plan import DecodePlan, plan_decode, row_offsets
 from expertmesh.kernels.mla.types import PAGE, MlaSpan
 
-MIN_ROWS = 4  # CPU matmuls give a row the same bits for any number of rows from 4 up
 GROUP_BYTES = 1 << 20  # pages gathered at a time: stays in cache, reuses the same memory
 
 __all__ = ["DecodePlan", "MlaSpan", "mla_decode", "mla_prefill", "plan_decode"]
