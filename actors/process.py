@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -22,6 +23,18 @@ class LoadState(msgspec.Struct, frozen=True):
 
     done: int = 0
     total: int = 0
+
+
+class Health(NamedTuple):
+    """What an attention replica says of itself to a front door.
+
+    serving: a request sent now would be served. lost: the requests it had are gone; while it is
+    false they live on, even when `serving` is.
+    """
+
+    serving: bool
+    reason: str = ""
+    lost: bool = False
 
 
 def own_cores() -> int:
