@@ -36,18 +36,24 @@ def glu(gate_up_T2I: Tensor, spec: Glu) -> Tensor:
 
 
 def experts_partial_sum(
-    z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights_of: ExpertWeightsOf, spec: Glu
+    z_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    weights_of: ExpertWeightsOf,
+    spec: Glu,
+    *,
+    sum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """y_t = sum_k w_tk * W2_e glu(W13_e z_t) over the local experts e = ids_tk >= 0.
 
-    Returns float32 [T, D].
+    The terms are float32, their sum is in `sum_dtype`. Returns [T, D].
     """
-    out = torch.zeros(z_TD.shape, dtype=torch.float32)
+    out = torch.zeros(z_TD.shape, dtype=sum_dtype)
     for t, ids in enumerate(ids_TK.tolist()):
-        for k, slot in enumerate(ids):
-            if slot < 0:
+        for k, expert in enumerate(ids):
+            if expert < 0:
                 continue
-            w13, w2 = weights_of(slot)
+            w13, w2 = weights_of(expert)
             hidden = glu((w13 @ z_TD[t]).unsqueeze(0), spec)[0]
             out[t] += weights_TK[t, k] * (w2 @ hidden).float()
     return out

@@ -57,13 +57,21 @@ def glu(gate_up_T2I: Tensor, spec: Glu) -> Tensor:
 
 
 def experts_partial_sum(
-    z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights_of: ExpertWeightsOf, spec: Glu
+    z_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    weights_of: ExpertWeightsOf,
+    spec: Glu,
+    *,
+    sum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weighted sum over the LOCAL experts of every token.
 
-    ids_TK: local slots, -1 where the expert lives elsewhere (its weight is ignored). Returns
-    float32 [T, D], zero rows where a token has no local expert. The terms of a token are added in
-    the order of its k axis: the bits depend neither on slot numbers nor on companions.
+    ids_TK: expert numbers as `weights_of` knows them, -1 where the expert lives elsewhere (its
+    weight is ignored). Returns `sum_dtype` [T, D], zero rows where a token has no local expert.
+    The terms of a token are float32 and added in the order of its k axis: the bits depend neither
+    on the numbers nor on companions. Added in float64 they do not depend on that order either,
+    so partial sums of any split of the experts add up to the same float32.
     """
     tokens, top_k = ids_TK.shape
     # Index bookkeeping in numpy: its calls on small arrays cost a third of torch's.
@@ -71,7 +79,7 @@ def experts_partial_sum(
     counts = np.bincount(flat + 1, minlength=1)
     skipped = int(counts[0])
     if skipped == flat.size:
-        return torch.zeros(tokens, z_TD.shape[1], dtype=torch.float32)
+        return torch.zeros(tokens, z_TD.shape[1], dtype=sum_dtype)
     order = flat.argsort(kind="stable")[skipped:]
     hits = counts[1:].nonzero()[0]
     counts = counts[1:][hits]
@@ -103,4 +111,4 @@ def experts_partial_sum(
     y_TKD = y_RD.index_select(0, torch.from_numpy(serving)).view(tokens, top_k, -1).float()
     if skipped:
         weights_TK = weights_TK.masked_fill(ids_TK < 0, 0.0)
-    return y_TKD.mul_(weights_TK.unsqueeze(-1)).sum(1)
+    return y_TKD.mul_(weights_TK.unsqueeze(-1)).sum(1, dtype=sum_dtype)

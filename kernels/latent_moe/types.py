@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 ExpertWeightsOf = Callable[[int], tuple[Tensor, Tensor]]
-"""local slot -> (w13 [2I, D] gate rows first, w2 [D, I])"""
+"""expert number -> (w13 [2I, D] gate rows first, w2 [D, I])"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,10 +88,13 @@ def test_partial_sum(
     weights_of = make_experts(experts, 24, 16, seed).__getitem__
     z, ids = randn(tokens, 24, seed=seed), draw_ids(tokens, experts, top_k, local, seed)
     weights = randn(tokens, top_k, seed=seed + 3).masked_fill(ids < 0, float("nan"))
-    got = torch_ops.experts_partial_sum(z, ids, weights, weights_of, spec)
-    expected = reference.experts_partial_sum(z, ids, weights, weights_of, spec)
-    assert_close(got, expected)
-    assert bool((got[(ids < 0).all(-1)] == 0).all())
+    for sum_dtype in (torch.float32, torch.float64):
+        args = (z, ids, weights, weights_of, spec)
+        got = torch_ops.experts_partial_sum(*args, sum_dtype=sum_dtype)
+        expected = reference.experts_partial_sum(*args, sum_dtype=sum_dtype)
+        assert got.dtype == expected.dtype == sum_dtype
+        assert_close(got, expected)
+        assert bool((got[(ids < 0).all(-1)] == 0).all())
 
 
 def test_only_hit_experts_are_asked_for_their_weights() -> None:
@@ -133,6 +136,24 @@ def test_partial_sum_does_not_depend_on_slot_numbers() -> None:
         z, moved[ids], weights, lambda slot: experts[moved.tolist().index(slot)], GLUS[0]
     )
     assert torch.equal(before, after)
+
+
+@given(parts=st.integers(1, 6), seed=st.integers(0, 999))
+def test_float64_sums_of_any_split_round_to_the_same_float32(parts: int, seed: int) -> None:
+    weights_of = make_experts(9, 24, 16, seed).__getitem__
+    z, ids, weights = randn(7, 24), draw_ids(7, 9, 8, 1.0, seed), randn(7, 8, seed=seed)
+    weights *= torch.logspace(-4, 4, 8)  # terms of very different size
+
+    def sums(mine: Tensor) -> Tensor:
+        args = (z, mine, weights, weights_of, GLUS[0])
+        return torch_ops.experts_partial_sum(*args, sum_dtype=torch.float64)
+
+    owner = torch.randint(parts, ids.shape, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(parts, generator=torch.Generator().manual_seed(seed)).tolist()
+    total = torch.zeros(7, 24, dtype=torch.float64)
+    for part in order:
+        total += sums(ids.masked_fill(owner != part, -1))
+    assert torch.equal(total.float(), sums(ids).float())
 
 
 def test_bf16_activations_give_a_float32_sum() -> None:
