@@ -1,6 +1,6 @@
 """The experts one process holds: packed in memory, decoded on the way into the GEMM."""
 
-from collections import OrderedDict
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,11 +8,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from expertmesh.actors.model.checkpoint import ExpertWeights, PackedMatrix
+from expertmesh.actors.experts.decoded import Decoded, DecodedCache, Key, decode
+from expertmesh.actors.experts.digests import Digests, derived_digest, packed_digest
+from expertmesh.actors.model.checkpoint import CheckpointError, ExpertWeights, PackedMatrix
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.kernels.latent_moe.torch_ops import Glu
-from expertmesh.kernels.linear.torch_ops import lay_out
 from expertmesh.kernels.registry import Kernels
+
+
+class ExpertNotHeld(LookupError):
+    """Somebody asked for an expert that is not here. Never answered with another one's numbers."""
+
+    def __init__(self, layer: int, expert: int) -> None:
+        super().__init__(f"layer {layer}: expert {expert} is not held here")
+        self.layer, self.expert = layer, expert
 
 
 class ExpertSource(Protocol):
@@ -23,23 +32,21 @@ class ExpertSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """w13: gate and up stacked, [2I, D]. w2: down, [D, I]. Compute dtype."""
+@dataclass(slots=True)
+class Held:
+    """One expert in memory, never changed. packed, derived: its digests when it came in; derived
+    is None until somebody needed it."""
 
-    w13: Tensor
-    w2: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes
+    weights: ExpertWeights
+    packed: int
+    derived: int | None = None
 
 
 class ExpertBank:
-    """Experts by (layer, local slot), with a bounded cache of decoded ones.
+    """Experts by (layer, global expert id), with a bounded cache of decoded ones.
 
-    A slot is the position of an expert in its layer's list. Packed experts stay packed; at most
-    `cache_bytes` of decoded copies are kept, least recently used first out.
+    Packed experts stay packed; at most `cache_bytes` of decoded copies are kept, least recently
+    used first out. Experts may come and go in other threads while `partial_sum` runs.
     """
 
     def __init__(
@@ -53,66 +60,157 @@ class ExpertBank:
         device: torch.device | str = "cpu",
         cache_bytes: int,
     ) -> None:
+        """Reads the experts `placed` (layer -> experts). Raises CheckpointError."""
         self._kernels = kernels
         self._glu = glu_of(config)
+        self._num_experts = config.num_experts
         self._dtype = dtype
         self._device = torch.device(device)
-        self._cache: OrderedDict[tuple[int, int], Decoded] = OrderedDict()
-        self._cache_bytes = cache_bytes
-        self._cached = 0
-        self.experts = {layer: list(ids) for layer, ids in placed.items()}
-        self._stored: dict[tuple[int, int], ExpertWeights] = {}
-        self._slot_of: dict[int, Tensor] = {}
-        for layer, ids in self.experts.items():
-            slot_of = torch.full((config.num_experts,), -1, dtype=torch.int64)
-            slot_of[ids] = torch.arange(len(ids))
-            self._slot_of[layer] = slot_of.to(self._device)
-        slots = {(i, e): slot for i, ids in self.experts.items() for slot, e in enumerate(ids)}
-        for layer, expert, weights in source.stream_experts(self.experts):
-            self._stored[layer, slots[layer, expert]] = _own(weights, self._device)
+        self._lock = threading.Lock()
+        self._held: dict[Key, Held] = {}  # guarded by _lock for writing, like the next three
+        self._ids: dict[int, Tensor] = {}  # layer -> int64 [E]: the id itself, or -1
+        self._cache = DecodedCache(cache_bytes)
+        self._packed_bytes = 0
+        self.load(placed, source)
 
     @property
     def packed_bytes(self) -> int:
-        return sum(_nbytes(matrix) for e in self._stored.values() for matrix in (e.w1, e.w2, e.w3))
+        return self._packed_bytes
 
     @property
     def cached_bytes(self) -> int:
-        return self._cached
+        return self._cache.nbytes
 
-    def local_slots(self, layer: int, ids_TK: Tensor) -> Tensor:
-        """Global expert ids to local slots, -1 for experts that live elsewhere."""
-        return self._slot_of[layer][ids_TK]
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of partial sums. float64 keeps a token's float32 result independent of how its experts
+        are spread over banks: the order of the additions no longer reaches the last bit."""
+        return torch.float64 if self._dtype == torch.float32 else torch.float32
 
-    def weights(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Decoded (w13 [2I, D], w2 [D, I]) of one expert."""
-        key = (layer, slot)
+    def holds(self, layer: int, expert: int) -> bool:
+        return (layer, expert) in self._held
+
+    def held(self) -> dict[int, tuple[int, ...]]:
+        """layer -> its experts here, ascending; layers without any are absent."""
+        with self._lock:
+            keys = sorted(self._held)
+        found: dict[int, list[int]] = {}
+        for layer, expert in keys:
+            found.setdefault(layer, []).append(expert)
+        return {layer: tuple(experts) for layer, experts in found.items()}
+
+    def local_ids(self, layer: int, ids_TK: Tensor) -> Tensor:
+        """`ids_TK` with -1 in the place of experts that live elsewhere."""
+        ids_E = self._ids.get(layer)
+        return torch.full_like(ids_TK, -1) if ids_E is None else ids_E[ids_TK]
+
+    local_slots = local_ids
+
+    def load(self, placed: Mapping[int, Iterable[int]], source: ExpertSource) -> None:
+        """Adds experts from a checkpoint. Each is digested as it lies in the file and again as it
+        arrived here. Raises CheckpointError."""
+        for layer, expert, weights in source.stream_experts(placed):
+            digest = packed_digest(layer, expert, weights)
+            copy = _own(weights, self._device)
+            if packed_digest(layer, expert, copy) != digest:
+                raise CheckpointError(f"layer {layer}: expert {expert} arrived damaged in memory")
+            self._admit(layer, expert, Held(copy, digest), None)
+
+    def add(self, layer: int, expert: int, weights: ExpertWeights) -> None:
+        """Holds an expert from now on; `weights` is kept, not copied. Raises ValueError if it is
+        here already."""
+        self._admit(layer, expert, Held(weights, packed_digest(layer, expert, weights)), None)
+
+    def drop(self, layer: int, expert: int) -> None:
+        """Frees an expert, its decoded copy included. Raises ExpertNotHeld."""
+        key = (layer, expert)
+        with self._lock:
+            held = self._held.pop(key, None)
+            if held is None:
+                raise ExpertNotHeld(layer, expert)
+            self._cache.remove(key)
+            self._packed_bytes -= held.weights.nbytes
+            self._point(layer, expert, -1)
+
+    def weights(self, layer: int, expert: int) -> tuple[Tensor, Tensor]:
+        """Decoded (w13 [2I, D], w2 [D, I]) of one expert. Raises ExpertNotHeld."""
+        key = (layer, expert)
         hit = self._cache.get(key)
-        if hit is not None:
-            self._cache.move_to_end(key)
-            return hit.w13, hit.w2
-        made = self._decode(self._stored[key])
-        if made.nbytes <= self._cache_bytes:
-            self._cache[key] = made
-            self._cached += made.nbytes
-            while self._cached > self._cache_bytes:
-                _, evicted = self._cache.popitem(last=False)
-                self._cached -= evicted.nbytes
-        return made.w13, made.w2
+        if hit is None:
+            held = self._find(layer, expert)
+            hit = decode(self._kernels, held.weights, self._dtype)
+            self._keep(key, held, hit)
+        return hit.w13, hit.w2
 
-    def partial_sum(self, layer: int, z_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sum over the experts held here, fp32 [T, D]; zero rows where there are none."""
+    def partial_sum(self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sum over the chosen experts, `sum_dtype` [T, D]; zero rows where there are none.
+
+        ids_TK: global expert ids, -1 where another bank computes. Raises ExpertNotHeld.
+        """
         return self._kernels.experts_partial_sum(
-            z_TD, slots_TK, weights_TK, lambda slot: self.weights(layer, slot), self._glu
+            z_TD,
+            ids_TK,
+            weights_TK,
+            lambda expert: self.weights(layer, expert),
+            self._glu,
+            sum_dtype=self.sum_dtype,
         )
 
-    def _decode(self, expert: ExpertWeights) -> Decoded:
-        def dense(matrix: PackedMatrix | Tensor) -> Tensor:
-            if isinstance(matrix, PackedMatrix):
-                return self._kernels.mxfp4_decode(matrix.packed, matrix.scale, self._dtype)
-            return matrix.to(self._dtype)
+    def checksum(self, layer: int, expert: int) -> int:
+        """Over the bytes in memory now: packed and, where a decoded copy is kept, that copy.
 
-        w13 = torch.cat([dense(expert.w1), dense(expert.w3)])
-        return Decoded(lay_out(w13), lay_out(dense(expert.w2)))
+        Raises ExpertNotHeld.
+        """
+        return self._digests_now(layer, expert).checksum(layer, expert)
+
+    def _digests_now(self, layer: int, expert: int) -> Digests:
+        held = self._find(layer, expert)
+        packed = packed_digest(layer, expert, held.weights)
+        kept = self._cache.peek((layer, expert))
+        if kept is not None:
+            derived = derived_digest(layer, expert, (kept.w13, kept.w2))
+            held.derived = derived if held.derived is None else held.derived
+        else:
+            derived = self._derived(layer, expert, held)
+        return Digests(packed, derived)
+
+    def _derived(self, layer: int, expert: int, held: Held) -> int:
+        if held.derived is None:
+            made = decode(self._kernels, held.weights, self._dtype)
+            held.derived = derived_digest(layer, expert, (made.w13, made.w2))
+        return held.derived
+
+    def _find(self, layer: int, expert: int) -> Held:
+        held = self._held.get((layer, expert))
+        if held is None:
+            raise ExpertNotHeld(layer, expert)
+        return held
+
+    def _admit(self, layer: int, expert: int, held: Held, decoded: Decoded | None) -> None:
+        key = (layer, expert)
+        with self._lock:
+            if key in self._held:
+                raise ValueError(f"layer {layer}: expert {expert} is held already")
+            self._held[key] = held
+            self._packed_bytes += held.weights.nbytes
+            if decoded is not None:
+                self._cache.put(key, decoded)
+            self._point(layer, expert, expert)
+
+    def _point(self, layer: int, expert: int, entry: int) -> None:
+        """A new table each time: whoever reads the old one sees it whole."""
+        old = self._ids.get(layer)
+        table = self._nowhere() if old is None else old.clone()
+        table[expert] = entry
+        self._ids[layer] = table
+
+    def _nowhere(self) -> Tensor:
+        return torch.full((self._num_experts,), -1, dtype=torch.int64, device=self._device)
+
+    def _keep(self, key: Key, held: Held, made: Decoded) -> None:
+        with self._lock:
+            if self._held.get(key) is held:  # not dropped while it was decoded
+                self._cache.put(key, made)
 
 
 def glu_of(config: ModelConfig) -> Glu:
@@ -129,9 +227,3 @@ def _own(expert: ExpertWeights, device: torch.device) -> ExpertWeights:
         return matrix.to(device, copy=True)
 
     return ExpertWeights(move(expert.w1), move(expert.w2), move(expert.w3))
-
-
-def _nbytes(matrix: PackedMatrix | Tensor) -> int:
-    if isinstance(matrix, PackedMatrix):
-        return matrix.packed.nbytes + matrix.scale.nbytes
-    return matrix.nbytes

@@ -62,7 +62,7 @@ def test_rows_without_a_local_expert_are_zero(opened: tuple[ModelConfig, Checkpo
     layer = config.moe_layers[0]
     part = bank(opened, [6])
     z, ids, weights = routed(config, 30)
-    out = part.partial_sum(layer, z, part.local_slots(layer, ids), weights)
+    out = part.partial_sum(layer, z, part.local_ids(layer, ids), weights)
     absent = (ids != 6).all(dim=1)
     assert absent.any()
     assert not absent.all()
@@ -82,9 +82,9 @@ def test_packed_memory_is_what_the_file_holds_and_the_cache_is_bounded(
     small = bank(opened, list(range(EXPERTS)), cache_bytes=bound)
     layer = config.moe_layers[0]
     z, ids, weights = routed(config, 40)
-    slots = full.local_slots(layer, ids)
+    ids = full.local_ids(layer, ids)
     assert torch.equal(
-        small.partial_sum(layer, z, slots, weights), full.partial_sum(layer, z, slots, weights)
+        small.partial_sum(layer, z, ids, weights), full.partial_sum(layer, z, ids, weights)
     )
     assert 0 < small.cached_bytes <= bound
     assert full.cached_bytes == EXPERTS * elements * 4
