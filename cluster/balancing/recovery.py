@@ -1,0 +1,117 @@
+"""What survivors hold after deaths: experts that lost their last copy take the place of spare ones."""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertmesh.cluster.placement import Placement, PlacementError
+
+
+class NoCapacity(PlacementError):
+    """The survivors have too few slots. The message says how many experts have no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Actors are numbered anew: the survivors, in their old order.
+
+    survivors: old number of each new one. loads, drops: new actor -> layer -> experts to load
+    from elsewhere (no survivor holds them), and spare copies that go to make room for those.
+    """
+
+    placement: Placement
+    survivors: tuple[int, ...]
+    loads: Mapping[int, Mapping[int, tuple[int, ...]]]
+    drops: Mapping[int, Mapping[int, tuple[int, ...]]]
+
+    @property
+    def orphans(self) -> int:
+        """Experts, over all layers, that no survivor held."""
+        return sum(len(ids) for layers in self.loads.values() for ids in layers.values())
+
+
+def recover(old: Placement, lost: frozenset[int], slots: int) -> Recovery:
+    """The placement without the actors `lost`, with every expert held.
+
+    No copy moves between survivors, so it can be served as soon as the orphans are loaded; what
+    deserves more copies now is for the next plan. slots: per actor and layer.
+    Raises NoCapacity when the experts do not fit.
+    """
+    survivors = tuple(actor for actor in range(old.actors) if actor not in lost)
+    _check_room(old, len(survivors), slots)
+    held, loads, drops = {}, _by_actor(len(survivors)), _by_actor(len(survivors))
+    for layer, actors in old.held.items():
+        experts = {expert for ids in actors for expert in ids}
+        rows = [list(actors[actor]) for actor in survivors]
+        missing = sorted(experts.difference(*rows)) if rows else sorted(experts)
+        for expert, actor, gone in seat_orphans(rows, missing, slots):
+            loads[actor].setdefault(layer, []).append(expert)
+            if gone is not None:
+                drops[actor].setdefault(layer, []).append(gone)
+        held[layer] = tuple(tuple(row) for row in rows)
+    return Recovery(Placement(held), survivors, _frozen(loads), _frozen(drops))
+
+
+def seat_orphans(
+    rows: list[list[int]], orphans: list[int], slots: int
+) -> list[tuple[int, int, int | None]]:
+    """Gives each orphan a slot; changes rows [actor][slot] in place.
+
+    A free slot of the emptiest actor first; then the spare copy of the expert with most copies,
+    on the actor with fewest orphans so far. The caller has seen to it that there is room.
+    Returns (orphan, actor, expert whose copy went or None).
+    """
+    copies = Counter(expert for row in rows for expert in row)
+    free = [(len(row), actor) for actor, row in enumerate(rows) if len(row) < slots]
+    heapq.heapify(free)
+    taken = [0] * len(rows)
+    spare = [
+        (actor, slot)
+        for actor, row in enumerate(rows)
+        for slot, expert in enumerate(row)
+        if copies[expert] > 1
+    ]
+    seated: list[tuple[int, int, int | None]] = []
+    for orphan in orphans:
+        gone = None
+        if free:
+            size, actor = heapq.heappop(free)
+            if size + 1 < slots:
+                heapq.heappush(free, (size + 1, actor))
+            rows[actor].append(orphan)
+        else:
+            _, _, actor, slot = min(
+                (taken[actor], -copies[rows[actor][slot]], actor, slot)
+                for actor, slot in spare
+                if copies[rows[actor][slot]] > 1
+            )
+            gone = rows[actor][slot]
+            copies[gone] -= 1
+            rows[actor][slot] = orphan
+        copies[orphan] += 1
+        taken[actor] += 1
+        seated.append((orphan, actor, gone))
+    return seated
+
+
+def _check_room(old: Placement, survivors: int, slots: int) -> None:
+    experts = max(len({e for ids in held for e in ids}) for held in old.held.values())
+    without = experts - survivors * slots
+    if without > 0:
+        raise NoCapacity(
+            f"{without} of {experts} experts per layer have no room: {survivors} expert actors "
+            f"with {slots} slots each are left, {-(-experts // slots)} are needed"
+        )
+
+
+def _by_actor(actors: int) -> dict[int, dict[int, list[int]]]:
+    return {actor: {} for actor in range(actors)}
+
+
+def _frozen(lists: dict[int, dict[int, list[int]]]) -> dict[int, dict[int, tuple[int, ...]]]:
+    return {
+        actor: {layer: tuple(ids) for layer, ids in layers.items()}
+        for actor, layers in lists.items()
+        if layers
+    }
