@@ -213,6 +213,7 @@ class Engine:
                 request_id=name,
                 finish_reason="error",
                 error=reason,
+                lost=True,
                 prompt_tokens=self._sequences[name].prompt_len if name in self._sequences else 0,
             )
             for name in names

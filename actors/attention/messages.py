@@ -60,12 +60,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """priority: lower numbers are served first, as in vLLM."""
+    """priority: lower numbers are served first, as in vLLM.
+
+    resume_ids: tokens of the answer that some engine has already handed out, with all that belongs
+    to them. The engine goes on after them, to the last bit as if it had generated them itself, and
+    hands out only what is new. Sampled requests need the seed they began with.
+    """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    resume_ids: list[int] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -85,7 +91,9 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     once, with the first output; entry 0 is None. stop_reason: the stop_token_ids entry that ended
     the text, None for the model's own end ids. routed_experts: int16 little-endian
     [positions, MoE layers, top_k] of the positions computed since the last output, from the
-    prompt's first on; the last generated token is never computed and has no entry.
+    prompt's first on; the last generated token is never computed and has no entry. A resumed
+    request reports neither the prompt nor positions that were reported before. lost: the engine
+    has failed, not the request; another engine can go on with it.
     """
 
     request_id: str
@@ -95,6 +103,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    lost: bool = False
     routed_experts: bytes | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -104,8 +113,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Gauges of this moment, and counters since the engine started.
 
     prompt_tokens: of sequences whose prompt has been computed, each counted once however often it
-    was preempted. generation_tokens: tokens handed out. recomputed_tokens: rows that preemption
-    made the model compute again. Seconds add up over all steps: plan, forward, sample, publish.
+    was preempted, and not again where it resumes. generation_tokens: tokens handed out.
+    recomputed_tokens: rows that a preemption or a resumed request made the model compute again.
+    Seconds add up over all steps: plan, forward, sample, publish.
     """
 
     running: int = 0

@@ -4,6 +4,7 @@ import secrets
 
 from expertmesh.actors.attention.adjustments import Penalties, penalties_for
 from expertmesh.actors.attention.messages import GenerateRequest, TokenLogprobs
+from expertmesh.actors.attention.validation import end_ids
 
 NO_SLOT = -1
 # Below this a division by the temperature only loses bits: the draw would be the argmax.
@@ -17,6 +18,7 @@ class Sequence:
     sequence starts again at computed = 0: its prompt goes through prefill, its generated tokens
     one by one through decode, and nothing is sampled before computed reaches len(tokens). That is
     the same arithmetic in the same order as the first time, so the continuation is bit-exact.
+    A resumed request starts in the same way, with tokens that another engine has generated.
 
     rank: (due step, number); the smaller, the sooner it is served. It never changes, so a
     preempted sequence keeps its place.
@@ -55,25 +57,29 @@ class Sequence:
         params = request.params
         self.id, self.params, self.priority = request.request_id, params, request.priority
         self.number, self.rank = number, (rank, number)
-        self.tokens = list(request.prompt_ids)
-        self.prompt_len = len(self.tokens)
+        resumed = request.resume_ids
+        self.tokens = request.prompt_ids + resumed
+        self.prompt_len = len(request.prompt_ids)
         self.computed = self.chunk_end = 0
         self.slot, self.pages = NO_SLOT, list[int]()
         self.preemptions = self.bypassed = 0
-        self.prompt_counted = self.prompt_reported = False
-        self.high_water = 0  # positions computed before the last preemption, now done again
+        self.prompt_counted = self.prompt_reported = bool(resumed)
+        # Positions computed before the last preemption or by another engine, now done again. The
+        # last token that was handed out had not been computed.
+        self.high_water = len(self.tokens) - 1 if resumed else 0
         self.routing = bytearray()  # routed experts not handed out yet
 
-        self.end_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else eos_ids
-        )
+        self.end_ids = end_ids(params, eos_ids)
         self.masked_until = self.prompt_len + params.min_tokens  # no end id in a shorter text
         self.greedy = params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
         # Without a seed one is drawn here, once: a replay must not draw again.
         self.seed = (secrets.randbits(64) if params.seed is None else params.seed) % 2**64
-        self.penalties: Penalties | None = penalties_for(params, self.tokens)
+        self.penalties: Penalties | None = penalties_for(params, request.prompt_ids)
+        if self.penalties is not None:
+            for token in resumed:
+                self.penalties.add(token)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
-            None if params.prompt_logprobs is None else [None]
+            None if params.prompt_logprobs is None or resumed else [None]
         )
         self.special = (
             not self.greedy

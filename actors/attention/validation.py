@@ -26,6 +26,11 @@ class Limits:
     eos_ids: frozenset[int] = frozenset()
 
 
+def end_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
+    """The ids that end an answer. eos_ids: the model's own."""
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+
+
 def peak_tokens(prompt_tokens: int, max_tokens: int) -> int:
     """Most tokens a sequence ever keeps: its last token is handed out, never computed."""
     return prompt_tokens + max(max_tokens, 1) - 1
@@ -36,6 +41,8 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
     _check_prompt(request, limits)
     _check_params(request.params, limits)
     _check_size(request, limits)
+    if request.resume_ids:
+        _check_resumed(request, limits)
     if abs(request.priority) > MAX_PRIORITY:
         raise RequestRefused(
             f"priority {request.priority} is outside -{MAX_PRIORITY}..{MAX_PRIORITY}", "priority"
@@ -43,15 +50,37 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
 
 
 def _check_prompt(request: GenerateRequest, limits: Limits) -> None:
-    ids = request.prompt_ids
-    if not ids:
+    if not request.prompt_ids:
         raise RequestRefused("the prompt has no tokens", "prompt")
+    _check_ids(request.prompt_ids, "prompt", limits)
+
+
+def _check_ids(ids: list[int], field: str, limits: Limits) -> None:
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         at, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limits.vocab_size)
         raise RequestRefused(
-            f"token id {bad} at position {at} is outside 0..{limits.vocab_size - 1} "
+            f"{field}: token id {bad} at position {at} is outside 0..{limits.vocab_size - 1} "
             f"(vocabulary of {limits.vocab_size})",
-            "prompt",
+            field,
+        )
+
+
+def _check_resumed(request: GenerateRequest, limits: Limits) -> None:
+    """What has been handed out must be an answer that has not ended."""
+    ids, params = request.resume_ids, request.params
+    _check_ids(ids, "resume_ids", limits)
+    if len(ids) >= params.max_tokens:
+        raise RequestRefused(
+            f"resume_ids: {len(ids)} tokens leave none of max_tokens {params.max_tokens}",
+            "resume_ids",
+        )
+    if params.seed is None and params.temperature > 0 and params.top_k != 1:
+        raise RequestRefused("seed: a sampled answer resumes only with the seed it had", "seed")
+    ends = end_ids(params, limits.eos_ids)
+    if not ends.isdisjoint(ids):
+        at, end = next((i, t) for i, t in enumerate(ids) if t in ends)
+        raise RequestRefused(
+            f"resume_ids: token {end} at position {at} has ended the answer", "resume_ids"
         )
 
 

@@ -44,6 +44,7 @@ class Answer:
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None
+    lost: bool = False
     finishes: int = 0
 
     def add(self, output: TokenOutput) -> None:
@@ -58,6 +59,7 @@ class Answer:
             self.finishes += 1
             self.finish_reason = output.finish_reason
             self.stop_reason, self.error = output.stop_reason, output.error
+            self.lost = output.lost
 
 
 def finish(

@@ -4,13 +4,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.loop import EngineLoop
-from expertmesh.actors.attention.messages import EngineFailed, TokenOutput
-from tests.support.engines import Answer, collect, fake_engine, request
+from expertmesh.actors.attention.messages import EngineBusy, EngineFailed, TokenOutput
+from tests.support.engines import Answer, collect, fake_engine, finish, request
 from tests.support.fake_model import FakeModel
 
 
@@ -160,3 +162,73 @@ def test_a_broken_loop_is_not_silent() -> None:
         until(lambda: loop.failed is not None)
         with pytest.raises(EngineFailed, match="no such peer"):
             engine.submit(request("late", [1]))
+
+
+class Held(FakeModel):
+    """Its forward waits in call `hold_at`, as an exchange does between two epochs."""
+
+    def __init__(self, hold_at: int) -> None:
+        super().__init__()
+        self.hold_at, self.entered = hold_at, threading.Event()
+        self.go_on, self.gave_up = threading.Event(), False
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        if self.calls + 1 == self.hold_at:
+            self.entered.set()
+            assert self.go_on.wait(20)
+            self.hold_at = 0
+            if self.gave_up:
+                raise RuntimeError("no epoch within 60 s")
+        return super().forward(*args, **options)
+
+
+def test_a_held_step_takes_requests_and_aborts_for_later() -> None:
+    model, box = Held(hold_at=5), Box()
+    engine = fake_engine(slots=2, model=model, max_waiting=6)
+    engine.submit(request("goes-on", [1, 2], 30))
+    engine.submit(request("leaves", [3], 30))
+    with running(engine, box) as loop:
+        assert model.entered.wait(20)
+        before = box.calls
+        for i in range(6):
+            engine.submit(request(f"new{i}", [i], 4))
+        with pytest.raises(EngineBusy, match="6 requests are waiting"):
+            engine.submit(request("one-too-many", [1], 4))
+        for name in ("leaves", "new3", "nobody"):
+            engine.abort(name)
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.failed) == (2, 6, None)
+        first = loop.seconds_in_step()
+        time.sleep(0.05)
+        assert loop.seconds_in_step() > first > 0
+        assert (model.calls, box.calls) == (4, before)  # no other step, nothing sent
+        model.go_on.set()
+        until(lambda: box.ended(8))
+        assert loop.failed is None
+    reasons = {name: answer.finish_reason for name, answer in box.answers.items()}
+    assert reasons == {"goes-on": "length", "leaves": "abort", "new3": "abort"} | {
+        f"new{i}": "length" for i in (0, 1, 2, 4, 5)
+    }
+    alone = fake_engine()
+    alone.submit(request("goes-on", [1, 2], 30))
+    assert box.answers["goes-on"] == finish(alone)["goes-on"]  # no token lost, none twice
+
+
+def test_a_held_step_that_is_given_up_loses_its_requests_at_once() -> None:
+    model, box = Held(hold_at=3), Box()
+    engine = fake_engine(model=model)
+    with running(engine, box) as loop:
+        engine.submit(request("r", [1], 30))
+        assert model.entered.wait(20)
+        engine.submit(request("waits", [1], 30))
+        model.gave_up = True
+        model.go_on.set()
+        until(lambda: box.ended(2))
+        assert all(answer.lost for answer in box.answers.values())
+        until(lambda: loop.seconds_in_step() == 0.0)
+        # The thread has parked: a new engine over the same model and state can start beside it.
+        fresh, again = Engine(model, engine.state, engine.exchange, engine.settings, []), Box()
+        with running(fresh, again):
+            fresh.submit(request("r", [1], 3))
+            until(lambda: again.ended(1))
+        assert again.answers["r"].finish_reason == "length"
