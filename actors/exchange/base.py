@@ -14,6 +14,10 @@ class ExchangeError(RuntimeError):
         self.rank, self.layer, self.phase, self.step, self.reason = rank, layer, phase, step, reason
 
 
+class MisuseError(ExchangeError):
+    """The caller and the exchange disagree on the step: it would fail in any epoch."""
+
+
 class Exchange(Protocol):
     """One step is begin_step, then per MoE layer dispatch and combine, then end_step.
 
@@ -30,7 +34,7 @@ class Exchange(Protocol):
         """Send each row to the actors that hold its experts.
 
         layer: absolute layer number. z_TD: latents. ids_TK: global expert ids, int64.
-        weights_TK: fp32. Returns a handle for combine.
+        weights_TK: fp32. Returns a handle for combine; until then the three stay as they are.
         """
         ...
 
@@ -44,17 +48,20 @@ class Exchange(Protocol):
 class PartialSums(Protocol):
     """The part of an expert bank that an exchange needs."""
 
-    def local_slots(self, layer: int, ids_TK: Tensor) -> Tensor: ...
+    def local_ids(self, layer: int, ids_TK: Tensor) -> Tensor:
+        """The ids of experts held here, -1 for all others; -1 stays -1."""
+        ...
 
-    def partial_sum(
-        self, layer: int, z_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor: ...
+    def partial_sum(self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The weighted sum over the experts of each row, -1 for none: float64 [T, D] where the
+        bank computes in float32, else float32. Raises LookupError for one not held here."""
+        ...
 
 
 class LocalExchange:
     """All experts in this process: the readable twin of the mesh exchange and its test oracle.
 
-    With several banks it adds their partial sums in rank order, as the mesh does.
+    With several banks each choice is computed by the first one that holds its expert.
     """
 
     def __init__(self, *banks: PartialSums) -> None:
@@ -68,12 +75,14 @@ class LocalExchange:
     ) -> Tensor:
         total: Tensor | None = None
         for bank in self._banks:
-            slots_TK = bank.local_slots(layer, ids_TK)
-            part = bank.partial_sum(layer, z_TD, slots_TK, weights_TK)
+            mine_TK = bank.local_ids(layer, ids_TK)
+            part = bank.partial_sum(layer, z_TD, mine_TK, weights_TK)
             total = part if total is None else total.add_(part)
+            if len(self._banks) > 1:
+                ids_TK = ids_TK.masked_fill(mine_TK >= 0, -1)
         if total is None:
             return torch.zeros(z_TD.shape, dtype=torch.float32)
-        return total
+        return total.float()
 
     def combine(self, pending: Tensor) -> Tensor:
         return pending

@@ -1,4 +1,4 @@
-"""Opening a step: every attention rank tells every other rank how many rows it brings.
+"""Opening a step: every attention rank tells every other rank what it brings.
 
 All ranks collect the same announcements, one per attention rank and step, and derive the same
 plan from them; nobody decides for the others. A rank that has work announces it and waits; an idle
@@ -8,8 +8,8 @@ nothing is sent and every rank is parked in a receive.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,74 +17,111 @@ import torch
 from torch import Tensor
 
 from expertmesh.actors.exchange.base import ExchangeError
+from expertmesh.actors.exchange.opening import LEAVE, NO_LAYER, WORDS, Opening, StepPlan
 from expertmesh.actors.exchange.process_group import CONTROL_TAG, PARKED, Groups, Where
-from expertmesh.actors.exchange.wire import MAGIC, Round
 
-OPEN, LEAVE = 1, 2
-WORDS = 8
 # A peer that has gone already may leave a farewell unanswered.
 LEAVE_LIMIT = timedelta(milliseconds=300)
-# Padded messages come in few sizes, so that their buffers are made once.
-SMALLEST_CAPACITY = 8
 
 
-class Opening(NamedTuple):
-    """One announcement. Attention rank `rank` enters `step` with `rows` in `micros` parts."""
-
-    epoch: int
-    step: int
-    rank: int
-    rows: int
-    micros: int
-    kind: int = OPEN
-
-    def write(self, message: Tensor) -> None:
-        message.copy_(torch.tensor([MAGIC, *self, 0]))
-
-    @staticmethod
-    def read(message: Tensor) -> "Opening":
-        magic, *fields, _ = message.tolist()
-        return Opening(*fields) if magic == MAGIC else Opening(-1, -1, -1, 0, 0)
+class Lost(NamedTuple):
+    peer: int
+    reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What all ranks of an epoch agree on before the first row travels.
+class Listeners:
+    """A thread per attention rank, parked in a receive for what that rank announces next."""
 
-    capacity: rows that one padded message holds. A layer takes micros x chunks rounds.
-    """
+    def __init__(
+        self, groups: Groups, peers: Iterable[int], on_news: Callable[[], None] | None = None
+    ) -> None:
+        """on_news: called from another thread when a peer opens a step, leaves or is lost, and
+        when the epoch is closed here."""
+        self._groups, self._on_news = groups, on_news
+        self._changed = threading.Condition()
+        # A peer may be one step ahead: a step without rounds needs nothing but announcements.
+        self._heard: dict[int, deque[Opening]] = {peer: deque() for peer in peers}
+        self._lost: Lost | None = None
+        groups.on_close.append(self._notify)
+        for peer in self._heard:
+            name = f"exchange-listen-{peer}"
+            threading.Thread(target=self._listen, args=(peer,), name=name, daemon=True).start()
 
-    epoch: int
-    step: int
-    micros: int
-    chunks: int
-    capacity: int
+    @property
+    def lost(self) -> Lost | None:
+        """The first peer whose connection broke."""
+        return self._lost
 
-    @staticmethod
-    def of(openings: list[Opening], max_rows: int) -> "StepPlan":
-        rows = max(opening.rows for opening in openings)
-        micros = max(opening.micros for opening in openings)
-        capacity = SMALLEST_CAPACITY
-        while capacity < min(rows, max_rows):
-            capacity *= 2
-        chunks = max(1, -(-rows // max_rows))
-        first = openings[0]
-        return StepPlan(first.epoch, first.step, micros, chunks, min(capacity, max_rows))
+    @property
+    def news(self) -> bool:
+        """A peer has announced something, or the epoch is over."""
+        with self._changed:
+            return self._has_news()
 
-    def rounds(self, layers: tuple[int, ...]) -> Iterator[Round]:
-        """Every round of the step in its order."""
-        for layer in layers:
-            for micro in range(self.micros):
-                for chunk in range(self.chunks):
-                    yield Round(self.epoch, self.step, layer, micro, chunk)
+    def collect(self, step: int, parked: bool = False) -> list[Opening]:
+        """One opening of every peer, or a single farewell. Raises ExchangeError.
+
+        parked: wait for the first one as long as it takes; the others must be close behind.
+        """
+        with self._changed:
+            while parked and not self._has_news():
+                self._changed.wait()
+            end = time.monotonic() + self._groups.deadline.total_seconds()
+            while self._lost is None and not self._groups.closed:
+                heads = [heard[0] for heard in self._heard.values() if heard]
+                for opening in heads:
+                    if opening.kind == LEAVE:
+                        return [opening]
+                left = end - time.monotonic()
+                if len(heads) == len(self._heard) or left <= 0 or not self._changed.wait(left):
+                    break
+            if all(self._heard.values()):
+                return [heard.popleft() for heard in self._heard.values()]
+            missing = next(peer for peer, heard in self._heard.items() if not heard)
+            lost = self._lost
+        raise self._failure(lost, missing, step)
+
+    def _failure(self, lost: Lost | None, missing: int, step: int) -> ExchangeError:
+        if lost is not None:
+            self._groups.close()
+            return Where(lost.peer, -1, "open", step).error(lost.reason)
+        reason = "pair closure" if self._groups.closed else "Timed out"
+        return self._groups.lost(Where(missing, -1, "open", step), RuntimeError(reason))
+
+    def _has_news(self) -> bool:
+        heard = any(self._heard.values())
+        return heard or self._lost is not None or self._groups.closed
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        if self._on_news is not None:
+            self._on_news()
+
+    def _listen(self, peer: int) -> None:
+        message = torch.zeros(WORDS, dtype=torch.int64)
+        while True:
+            opening: Opening | None = None
+            try:
+                work = self._groups.receive(message, peer, CONTROL_TAG)
+                self._groups.wait(work, Where(peer, -1, "open", -1), PARKED)
+                opening = Opening.read(message)
+            except ExchangeError as error:
+                lost = Lost(peer, error.reason)
+            except RuntimeError as error:
+                lost = Lost(peer, self._groups.lost(Where(peer, -1, "open", -1), error).reason)
+            with self._changed:
+                if opening is not None:
+                    self._heard[peer].append(opening)
+                elif self._lost is None:
+                    self._lost = lost
+            self._notify()
+            if opening is None or opening.kind == LEAVE:
+                return
 
 
 class AttentionControl:
-    """Announces own steps and listens for those of the other attention ranks.
-
-    One thread per other attention rank is parked in a receive. `on_wake` is called from such a
-    thread when a peer opens a step, leaves or is lost.
-    """
+    """Announces own steps and listens for those of the other attention ranks."""
 
     def __init__(
         self,
@@ -93,52 +130,48 @@ class AttentionControl:
         tell_experts: Callable[[Tensor], None] | None = None,
     ) -> None:
         """tell_experts: sends an announcement to all expert ranks, where not the group does."""
-        self._groups, self._on_wake, self._tell_experts = groups, on_wake, tell_experts
+        self._groups, self._tell_experts = groups, tell_experts
         roster, rank = groups.roster, groups.rank
         self._others = [peer for peer in range(roster.attention) if peer != rank]
         others = roster.size if tell_experts is None else roster.attention
         self._all = [peer for peer in range(others) if peer != rank]
         self._out = torch.zeros(WORDS, dtype=torch.int64)
         self._sends: list[tuple[int, Any]] = []
-        self._changed = threading.Condition()
-        self._opened: dict[int, Opening] = {}  # guarded by _changed, like the next two
-        self._lost: ExchangeError | None = None
         self._step = -1
-        for peer in self._others:
-            name = f"exchange-listen-{peer}"
-            threading.Thread(target=self._listen, args=(peer,), name=name, daemon=True).start()
+        self.listeners = Listeners(groups, self._others, on_wake)
 
     @property
     def step(self) -> int:
         """The last step this rank has opened; -1 before the first."""
         return self._step
 
-    @property
-    def peer_waiting(self) -> bool:
-        """Another attention rank has opened a step that this one has not joined yet."""
-        with self._changed:
-            return bool(self._opened) or self._lost is not None or self._groups.closed
-
-    def wake(self) -> None:
-        """Lets whoever waits for other ranks look again."""
-        with self._changed:
-            self._changed.notify_all()
-        if self._on_wake is not None:
-            self._on_wake()
-
-    def open(self, rows: int, micros: int, max_rows: int) -> StepPlan:
+    def open(
+        self, rows: int, micros: int, max_rows: int, version: int, first_layer: int
+    ) -> StepPlan:
         """Enters the next step together with all other attention ranks. Raises ExchangeError."""
         self._step += 1
-        if self._groups.closed:
-            where = Where(self._groups.rank, -1, "open", self._step)
-            raise self._groups.lost(where, RuntimeError("pair closure"))
-        own = Opening(self._groups.roster.epoch, self._step, self._groups.rank, rows, micros)
+        groups, step = self._groups, self._step
+        epoch, rank = groups.roster.epoch, groups.rank
+        if groups.closed:
+            raise groups.lost(Where(rank, -1, "open", step), RuntimeError("pair closure"))
+        own = Opening(epoch, step, rank, rows, micros, version, first_layer)
         self._announce(own)
-        return StepPlan.of([own, *self._collect()], max_rows)
+        openings = [own]
+        if self._others:
+            got = self.listeners.collect(step)
+            if got[0].kind == LEAVE:
+                groups.close()
+                name = groups.roster.name(got[0].rank)
+                raise Where(got[0].rank, -1, "open", step).error(f"{name} has left the epoch")
+            for peer, opening in zip(self._others, got, strict=True):
+                check_opening(groups, opening, Where(peer, -1, "open", step))
+            openings += got
+        return StepPlan.of(openings, max_rows)
 
     def leave(self) -> None:
         """Tells every rank that this one ends the epoch on purpose."""
-        self._announce(Opening(self._groups.roster.epoch, -1, self._groups.rank, 0, 0, LEAVE))
+        epoch, rank = self._groups.roster.epoch, self._groups.rank
+        self._announce(Opening(epoch, -1, rank, 0, 0, 0, NO_LAYER, LEAVE))
         self._settle(LEAVE_LIMIT)
 
     def _announce(self, opening: Opening) -> None:
@@ -160,97 +193,24 @@ class AttentionControl:
         for peer, work in sends:
             self._groups.wait(work, Where(peer, -1, "open", self._step), limit)
 
-    def _collect(self) -> list[Opening]:
-        end = time.monotonic() + self._groups.deadline.total_seconds()
-        with self._changed:
-            while len(self._opened) < len(self._others) and self._lost is None:
-                left = end - time.monotonic()
-                if left <= 0 or self._groups.closed or not self._changed.wait(left):
-                    break
-            got, self._opened = self._opened, {}
-            lost = self._lost
-        if lost is not None:
-            self._groups.close()
-            raise lost
-        for peer in self._others:
-            where = Where(peer, -1, "open", self._step)
-            if peer not in got:
-                raise self._groups.lost(where, RuntimeError("Timed out"))
-            check_opening(self._groups, got[peer], where)
-        return [got[peer] for peer in self._others]
-
-    def _listen(self, peer: int) -> None:
-        message = torch.zeros(WORDS, dtype=torch.int64)
-        while True:
-            where = Where(peer, -1, "open", self._step)
-            lost = None
-            try:
-                work = self._groups.receive(message, peer, CONTROL_TAG)
-                self._groups.wait(work, where, PARKED)
-                opening = Opening.read(message)
-                if opening.kind == LEAVE:
-                    lost = where.error(f"{self._groups.roster.name(peer)} has left the epoch")
-            except RuntimeError as error:
-                lost = (
-                    error if isinstance(error, ExchangeError) else self._groups.lost(where, error)
-                )
-            with self._changed:
-                if lost is None:
-                    self._opened[peer] = opening
-                elif self._lost is None:
-                    self._lost = lost
-                self._changed.notify_all()
-            if self._on_wake is not None:
-                self._on_wake()
-            if lost is not None:
-                return
-
 
 class ExpertControl:
     """Parks until an attention rank opens a step."""
 
-    def __init__(
-        self, groups: Groups, hear: Callable[[int, Tensor, Where, bool], None] | None = None
-    ) -> None:
-        """hear: receives an announcement of an attention rank, where not the group does; its last
-        argument says whether to park."""
-        self._groups, self._hear = groups, hear
-        self._peers = range(groups.roster.attention)
-        self._messages = [torch.zeros(WORDS, dtype=torch.int64) for _ in self._peers]
-        self._posted: list[Any] = []
+    def __init__(self, groups: Groups, collect: Callable[[int], list[Opening]]) -> None:
+        """collect: waits for the openings of a step, see Listeners.collect."""
+        self._groups, self._collect = groups, collect
         self._step = -1
-        self._post()
 
     def next_step(self, max_rows: int) -> StepPlan | None:
         """The plan of the next step; None when an attention rank has left. Raises ExchangeError."""
         self._step += 1
-        openings = []
-        for peer in self._peers:
-            where = Where(peer, -1, "open", self._step)
-            # Parked on the first; every attention rank announces, so the others are close behind.
-            parked = peer == 0
-            if self._hear is not None:
-                self._hear(peer, self._messages[peer], where, parked)
-            else:
-                self._groups.wait(self._posted[peer], where, PARKED if parked else None)
-            opening = Opening.read(self._messages[peer])
-            if opening.kind == LEAVE:
-                return None
-            check_opening(self._groups, opening, where)
-            openings.append(opening)
-        self._post()
+        openings = self._collect(self._step)
+        if openings[0].kind == LEAVE:
+            return None
+        for peer, opening in enumerate(openings):
+            check_opening(self._groups, opening, Where(peer, -1, "open", self._step))
         return StepPlan.of(openings, max_rows)
-
-    def _post(self) -> None:
-        if self._hear is not None:
-            return
-        try:
-            self._posted = [
-                self._groups.receive(message, peer, CONTROL_TAG)
-                for peer, message in zip(self._peers, self._messages, strict=True)
-            ]
-        except RuntimeError as error:
-            raise self._groups.lost(Where(0, -1, "open", self._step), error) from error
 
 
 def check_opening(groups: Groups, got: Opening, where: Where) -> None:

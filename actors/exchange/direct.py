@@ -13,9 +13,12 @@ from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 
-from expertmesh.actors.exchange.layouts import Flight, Formats, FrameSets
+from expertmesh.actors.exchange.formats import Formats
+from expertmesh.actors.exchange.layouts import Flight, FrameSets
+from expertmesh.actors.exchange.opening import LEAVE, WORDS, Opening
 from expertmesh.actors.exchange.process_group import Groups, Where
 from expertmesh.actors.exchange.wire import HEADER_BYTES, MAGIC, Frame, Round, host_memory
 
@@ -56,7 +59,7 @@ class Line:
             else:
                 self._queued.popleft()
 
-    def read(self, into: memoryview, limit_s: float | None) -> None:
+    def read(self, into: memoryview, limit_s: float) -> None:
         """Fills `into`. Raises TimeoutError when nothing comes for `limit_s`, ConnectionError when
         the connection is gone."""
         while into.nbytes:
@@ -77,12 +80,15 @@ class Line:
         while self._queued:
             self._wait(writable, max(0.0, end - time.monotonic()))
 
-    def _wait(self, poller: select.poll, limit_s: float | None) -> None:
-        ready = poller.poll(None if limit_s is None else limit_s * 1000)
+    def _wait(self, poller: select.poll, limit_s: float) -> None:
+        ready = poller.poll(limit_s * 1000)
         if not ready:
             raise TimeoutError("Timed out")
         if self._queued and ready[0][1] & select.POLLOUT:
             self._push()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def close(self) -> None:
         """Also wakes a thread that waits in `read`."""
@@ -105,11 +111,20 @@ class _Lines:
         except OSError as error:
             raise self._lost(where, error) from error
 
-    def read(self, peer: int, into: memoryview, where: Where, parked: bool = False) -> None:
+    def read(self, peer: int, into: memoryview, where: Where) -> None:
         try:
-            self.lines[peer].read(into, None if parked else self.limit_s)
+            self.lines[peer].read(into, self.limit_s)
         except OSError as error:
             raise self._lost(where, error) from error
+
+    def park(self) -> list[int]:
+        """The peers of which something has come, or whose connection is gone. Waits without a
+        limit, until then or until the epoch is closed here."""
+        waiting = select.poll()
+        peers = {line.fileno(): peer for peer, line in self.lines.items()}
+        for descriptor in peers:
+            waiting.register(descriptor, select.POLLIN)
+        return sorted(peers[descriptor] for descriptor, _ in waiting.poll())
 
     def flush(self, peer: int, where: Where) -> None:
         try:
@@ -126,12 +141,12 @@ class _Lines:
 
 
 class DirectAttention:
-    def __init__(self, groups: Groups, formats: Formats, max_rows: int, host: str) -> None:
+    def __init__(self, groups: Groups, formats: Formats, host: str) -> None:
         roster = groups.roster
         self._peers = range(roster.attention, roster.size)
         self._lines = _Lines(groups, _call(groups, host))
-        self._out = FrameSets(formats.dispatch, max_rows, groups.device)
-        self._in = FrameSets(formats.combine, max_rows, groups.device)
+        self._out = FrameSets(formats.dispatch, formats.max_rows, groups.device)
+        self._in = FrameSets(formats.combine, formats.max_rows, groups.device)
         self._flying: deque[Flight] = deque()
 
     def tell(self, announcement: Tensor) -> None:
@@ -163,15 +178,23 @@ class DirectAttention:
 
 
 class DirectExpert:
-    def __init__(self, groups: Groups, formats: Formats, max_rows: int, host: str) -> None:
+    def __init__(self, groups: Groups, formats: Formats, host: str) -> None:
         self._peers = range(groups.roster.attention)
         self._lines = _Lines(groups, _answer(groups, host))
-        self._in = FrameSets(formats.dispatch, max_rows, groups.device)
-        self._out = FrameSets(formats.combine, max_rows, groups.device)
+        self._in = FrameSets(formats.dispatch, formats.max_rows, groups.device)
+        self._out = FrameSets(formats.combine, formats.max_rows, groups.device)
 
-    def hear(self, peer: int, announcement: Tensor, where: Where, parked: bool) -> None:
-        """Waits for an opening of one attention rank."""
-        self._lines.read(peer, host_memory(announcement), where, parked)
+    def collect(self, step: int) -> list[Opening]:
+        """The opening of every attention rank, or a single farewell. Parks until one comes."""
+        openings: dict[int, Opening] = {}
+        message = torch.zeros(WORDS, dtype=torch.int64)
+        ready = self._lines.park()
+        for peer in [*ready, *(peer for peer in self._peers if peer not in ready)]:
+            self._lines.read(peer, host_memory(message), Where(peer, -1, "open", step))
+            openings[peer] = opening = Opening.read(message)
+            if opening.kind == LEAVE:
+                return [opening]
+        return [openings[peer] for peer in self._peers]
 
     def receive(self, at: Round, capacity: int) -> list[Frame]:
         frames = self._in.get(len(self._peers))

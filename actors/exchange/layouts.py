@@ -11,16 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from expertmesh.actors.exchange.formats import Formats
 from expertmesh.actors.exchange.process_group import DATA_TAG, Groups, Where
 from expertmesh.actors.exchange.wire import Frame, Round, Section, message_bytes, new_buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Formats:
-    """Sections of the messages in both directions."""
-
-    dispatch: tuple[Section, ...]
-    combine: tuple[Section, ...]
 
 
 @dataclass(slots=True)
@@ -78,12 +71,12 @@ class FrameSets:
 class ExactAttention:
     """Receives are posted before the sends, so that a reply never waits for its receiver."""
 
-    def __init__(self, groups: Groups, formats: Formats, max_rows: int) -> None:
+    def __init__(self, groups: Groups, formats: Formats) -> None:
         self._groups = groups
         roster = groups.roster
         self._peers = range(roster.attention, roster.size)
-        self._out = FrameSets(formats.dispatch, max_rows, groups.device)
-        self._in = FrameSets(formats.combine, max_rows, groups.device)
+        self._out = FrameSets(formats.dispatch, formats.max_rows, groups.device)
+        self._in = FrameSets(formats.combine, formats.max_rows, groups.device)
 
     def outgoing(self, at: Round, capacity: int) -> list[Frame]:
         return self._out.get(len(self._peers), at.micro, at.chunk)
@@ -113,11 +106,11 @@ class ExactAttention:
 class ExactExpert:
     """Receives for the coming round are posted before the current one is computed."""
 
-    def __init__(self, groups: Groups, formats: Formats, max_rows: int) -> None:
+    def __init__(self, groups: Groups, formats: Formats) -> None:
         self._groups = groups
         self._peers = range(groups.roster.attention)
-        self._in = FrameSets(formats.dispatch, max_rows, groups.device)
-        self._out = FrameSets(formats.combine, max_rows, groups.device)
+        self._in = FrameSets(formats.dispatch, formats.max_rows, groups.device)
+        self._out = FrameSets(formats.combine, formats.max_rows, groups.device)
         self._turn = 0
         self._posted = self._post()
         self._sends: dict[int, list[Any]] = {}
@@ -161,7 +154,7 @@ class _Padded:
     what NCCL needs. Splits are zero between ranks of the same kind.
     """
 
-    def __init__(self, groups: Groups, formats: Formats, max_rows: int) -> None:
+    def __init__(self, groups: Groups, formats: Formats) -> None:
         self._groups, self._formats = groups, formats
         roster = groups.roster
         mine = groups.rank < roster.attention
@@ -223,8 +216,8 @@ class PaddedAttention(_Padded):
 
 
 class PaddedExpert(_Padded):
-    def __init__(self, groups: Groups, formats: Formats, max_rows: int) -> None:
-        super().__init__(groups, formats, max_rows)
+    def __init__(self, groups: Groups, formats: Formats) -> None:
+        super().__init__(groups, formats)
         self._sent: dict[int, tuple[Round, Any]] = {}
 
     def receive(self, at: Round, capacity: int) -> list[Frame]:

@@ -1,8 +1,9 @@
 """The exchange over the mesh: rows out to the expert actors, partial sums back.
 
-T rows, D latent width, K experts per token. One row travels per (token, expert actor that holds
-at least one of its experts); the partial sums come back in float32 and are added in rank order, so
-a result does not depend on which actor answers first.
+T rows, D latent width, K experts per token, P expert actors. One row travels per (token, expert
+actor that serves at least one of its choices); the partial sums come back, are added in rank order
+and rounded to float32 once. Sent in float64 they add up to the same float32 however the experts
+are placed and whichever copy serves a choice.
 """
 
 import contextlib
@@ -12,44 +13,26 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from expertmesh.actors.exchange.base import ExchangeError
-from expertmesh.actors.exchange.control import AttentionControl, StepPlan
+from expertmesh.actors.exchange.base import ExchangeError, MisuseError
+from expertmesh.actors.exchange.control import AttentionControl
 from expertmesh.actors.exchange.direct import DirectAttention
+from expertmesh.actors.exchange.formats import agree, formats_of
 from expertmesh.actors.exchange.layouts import (
     AttentionEnd,
     ExactAttention,
     Flight,
-    Formats,
     PaddedAttention,
 )
+from expertmesh.actors.exchange.opening import NO_LAYER, StepPlan
 from expertmesh.actors.exchange.process_group import Groups, Where
-from expertmesh.actors.exchange.roster import Roster
+from expertmesh.actors.exchange.replicas import ReplicaChoice
+from expertmesh.actors.exchange.roster import Roster, Routing
 from expertmesh.actors.exchange.settings import ExchangeSettings
-from expertmesh.actors.exchange.wire import (
-    Frame,
-    Round,
-    combine_sections,
-    dispatch_sections,
-    to_float8,
-)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8}
-
-
-def formats_of(settings: ExchangeSettings, width: int, top_k: int, device: torch.device) -> Formats:
-    name = settings.dispatch_dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    dispatch = dispatch_sections(DTYPES[name], width, top_k)
-    return Formats(dispatch, combine_sections(DTYPES[settings.combine_dtype], width))
-
-
-def layout_of(settings: ExchangeSettings, device: torch.device) -> str:
-    if settings.layout == "auto":
-        return "padded" if device.type == "cuda" else "direct"
-    return settings.layout
+from expertmesh.actors.exchange.versions import Choices, RoutingVersions
+from expertmesh.actors.exchange.wire import Frame, Round, to_float8
 
 
 @dataclass(slots=True)
@@ -66,13 +49,31 @@ class Chunk:
 class Pending:
     """Rows on their way: what dispatch returns and combine takes."""
 
-    rows: int
+    micro: int
     chunks: list[Chunk]
-    fillers: list[Chunk]  # empty rounds of micro-batches that only other ranks have
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """Where this rank is in a step that all ranks go through in one order."""
+
+    plan: StepPlan
+    choices: Choices
+    micros: int  # of this rank; the plan may have more
+    parts: list[tuple[int, int]]  # (layer, micro-batch)
+    done: int = 0  # parts that this rank has sent, rows or none
+
+    def find(self, layer: int, micro: int) -> int:
+        """Which part that is; -1 if there is none such to come."""
+        try:
+            return self.parts.index((layer, micro), self.done) if micro < self.micros else -1
+        except ValueError:
+            return -1
 
 
 class MeshExchange:
-    """One attention rank's end. Not thread-safe: one engine thread drives it."""
+    """One attention rank's end of one epoch. One engine thread drives it; `route`, `abort` and
+    the properties may be used from any thread."""
 
     def __init__(
         self,
@@ -84,91 +85,130 @@ class MeshExchange:
         top_k: int,
         num_experts: int,
         host: str,
+        dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         on_wake: Callable[[], None] | None = None,
     ) -> None:
         """Meets the other ranks of the epoch; raises ExchangeError when they do not come.
 
-        host: the address other ranks reach this process at. on_wake: called from another thread
-        when a peer opens a step or is lost, see `peer_waiting`.
+        host: the address other ranks reach this process at. dtype: what the model computes in.
+        on_wake: called from another thread when `peer_waiting` may have become true. Raises
+        ValueError for a roster in which no actor holds some expert.
         """
         self.device = torch.device(device)
         self.roster, self._max_rows = roster, settings.max_rows
-        self._width, self._top_k = width, top_k
-        self._groups = Groups(roster, rank, settings, self.device, host)
-        formats = formats_of(settings, width, top_k, self.device)
+        self._versions = RoutingVersions(roster, num_experts)
+        self._announced = self.version = roster.version
+        self._width, self._on_wake = width, on_wake
+        self._groups = groups = Groups(roster, rank, settings, self.device, host)
+        formats = formats_of(settings, width, top_k, dtype, self.device)
+        agree(groups, formats)
         self._dtype = formats.dispatch[0].dtype
-        layout, tell = layout_of(settings, self.device), None
+        tell = None
         self._end: AttentionEnd
-        if layout == "direct":
-            self._end = direct = DirectAttention(self._groups, formats, settings.max_rows, host)
+        if formats.layout == "direct":
+            self._end = direct = DirectAttention(groups, formats, host)
             tell = direct.tell
         else:
-            end = PaddedAttention if layout == "padded" else ExactAttention
-            self._end = end(self._groups, formats, settings.max_rows)
-        self._tables = {
-            layer: torch.stack(tables).numpy()
-            for layer, tables in roster.slot_tables(num_experts).items()
-        }
-        self._control = AttentionControl(self._groups, on_wake, tell)
-        self._plan: StepPlan | None = None
-        self._micros = 1
+            end = PaddedAttention if formats.layout == "padded" else ExactAttention
+            self._end = end(groups, formats)
+        self._control = AttentionControl(groups, on_wake, tell)
+        self._step: OpenStep | None = None
         self._in_flight: set[int] = set()
+        self._fillers: dict[int, list[Chunk]] = {}  # by micro-batch, whose buffers they use
         self.rows_sent = [0] * roster.experts  # by expert actor
         self.dispatch_s = self.combine_s = 0.0
 
     @property
-    def peer_waiting(self) -> bool:
-        """Another replica has opened a step (or is lost): the engine must call begin_step."""
-        return self._control.peer_waiting
+    def rank(self) -> int:
+        return self._groups.rank
 
-    def begin_step(self, rows: int, micros: int = 1) -> None:
-        """Enters the next step with all ranks. `rows`: at most so many in any one dispatch."""
-        if self._plan is not None:
+    @property
+    def step(self) -> int:
+        """The last step this rank has opened; -1 before the first."""
+        return self._control.step
+
+    @property
+    def peer_waiting(self) -> bool:
+        """The engine must call join_step (or begin_step): another replica has opened a step or is
+        lost, or the others have yet to hear of a newer routing."""
+        return self._control.listeners.news or self._versions.newest > self._announced
+
+    @property
+    def closed(self) -> bool:
+        """The epoch is over on this rank."""
+        return self._groups.closed
+
+    def route(self, routing: Routing) -> None:
+        """From the first step on in which all attention ranks know it, rows go by `routing`.
+
+        From any thread. Raises ValueError when it does not fit the epoch.
+        """
+        self._versions.add(routing)
+        if self._on_wake is not None:
+            self._on_wake()
+
+    def begin_step(self, rows: int, micros: int = 1, first_layer: int | None = None) -> None:
+        """Enters the next step with all ranks. `rows`: at most so many in any one dispatch.
+
+        first_layer: this rank sends rows for the layers from this one on (absolute number); None
+        for all. Raises ExchangeError.
+        """
+        if self._step is not None:
             raise self._misuse("open", "begin_step inside a step")
-        self._micros = micros
-        self._plan = self._control.open(rows, micros, self._max_rows)
+        first = -1 if first_layer is None else first_layer
+        self._announced = newest = self._versions.newest
+        plan = self._control.open(rows, micros, self._max_rows, newest, first)
+        try:
+            choices = self._versions.use(plan.version)
+        except KeyError:
+            self._groups.close()
+            reason = f"routing version {plan.version} is not known here"
+            raise ExchangeError(self.rank, -1, "open", plan.step, reason) from None
+        self.version = plan.version
+        self._step = OpenStep(plan, choices, micros, plan.parts(self.roster.layers))
 
     def end_step(self) -> None:
-        if self._in_flight:
-            raise self._misuse("close", f"micro-batches {sorted(self._in_flight)} never combined")
-        self._plan = None
+        step = self._step
+        if step is None or self._in_flight:
+            waiting = f"micro-batches {sorted(self._in_flight)} never combined"
+            raise self._misuse("close", waiting if self._in_flight else "end_step outside a step")
+        self._fill(step, len(step.parts))
+        for micro in list(self._fillers):
+            self._land_fillers(micro)
+        self._step = None
 
     def join_step(self) -> None:
         """A whole step without rows, for a replica that has no work while another has."""
-        self.begin_step(0)
-        nothing = torch.empty(0, self._width, device=self.device)
-        ids = torch.empty(0, self._top_k, dtype=torch.int64, device=self.device)
-        weights = torch.empty(0, self._top_k, device=self.device)
-        for layer in self.roster.layers:
-            self.combine(self.dispatch(layer, nothing, ids, weights))
+        self.begin_step(0, 1, NO_LAYER)
         self.end_step()
 
     def dispatch(
         self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, micro: int = 0
     ) -> Pending:
-        """Sends every row to the actors that hold its experts; returns at once."""
+        """Sends every row to the actors that serve its choices; returns at once, unless other
+        ranks take part in layers before that this rank has no rows for."""
         began = time.perf_counter()
-        plan = self._plan
-        if plan is None or layer not in self._tables or micro >= self._micros:
+        step = self._step
+        position = -1 if step is None else step.find(layer, micro)
+        if step is None or position < 0:
             raise self._misuse("dispatch", f"layer {layer}, micro-batch {micro} is not in the step")
         if micro in self._in_flight:
             raise self._misuse("dispatch", f"micro-batch {micro} is still in flight")
-        rows, most = z_TD.shape[0], self._max_rows
-        if rows > plan.chunks * most:
-            raise self._misuse("dispatch", f"{rows} rows after a begin_step of fewer")
+        plan, most = step.plan, self._max_rows
+        if z_TD.shape[0] > plan.chunks * most:
+            raise self._misuse("dispatch", f"{z_TD.shape[0]} rows after a begin_step of fewer")
+        self._fill(step, position)
+        self._land_fillers(micro)
         self._in_flight.add(micro)
-        pending = Pending(rows, [], [])
+        pending = Pending(micro, [])
         for chunk in range(plan.chunks):
             at = Round(plan.epoch, plan.step, layer, micro, chunk)
             part = slice(chunk * most, (chunk + 1) * most)
-            pending.chunks.append(self._post(at, z_TD[part], ids_TK[part], weights_TK[part]))
-        if micro == self._micros - 1:
-            for extra in range(self._micros, plan.micros):
-                for chunk in range(plan.chunks):
-                    at = Round(plan.epoch, plan.step, layer, extra, chunk)
-                    empty = self._post(at, z_TD[:0], ids_TK[:0], weights_TK[:0])
-                    pending.fillers.append(empty)
+            pending.chunks.append(self._post(step, at, z_TD[part], ids_TK[part], weights_TK[part]))
+        step.done += 1
+        if micro == step.micros - 1:  # the others must not wait for what this rank does not have
+            self._fill(step, step.done + plan.micros - step.micros)
         self.dispatch_s += time.perf_counter() - began
         return pending
 
@@ -177,27 +217,8 @@ class MeshExchange:
         began = time.perf_counter()
         parts = [self._sum(chunk) for chunk in pending.chunks]
         y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
-        for filler in pending.fillers:
-            self._land(filler)
-        self._in_flight.discard(pending.chunks[0].flight.at.micro)
+        self._in_flight.discard(pending.micro)
         self.combine_s += time.perf_counter() - began
-        return y_TD
-
-    def _sum(self, chunk: Chunk) -> Tensor:
-        """The partial sums of one chunk, added in rank order."""
-        y_TD: Tensor | None = None
-        for frame, rows, count in zip(self._land(chunk), chunk.sent, chunk.counts, strict=True):
-            sum_ND = frame.views(count)[0].float()
-            if rows is None and y_TD is None:
-                y_TD = sum_ND.clone()  # the frame is written again by the next round
-                continue
-            if y_TD is None:
-                y_TD = sum_ND.new_zeros(chunk.rows, self._width)
-            if rows is None:
-                y_TD += sum_ND
-            else:
-                y_TD.index_add_(0, rows, sum_ND)
-        assert y_TD is not None, "an epoch has at least one expert actor"
         return y_TD
 
     def close(self) -> None:
@@ -214,26 +235,77 @@ class MeshExchange:
         engine gets there.
         """
         self._groups.close(reason)
-        self._control.wake()
 
-    def _post(self, at: Round, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Chunk:
-        assert self._plan is not None
-        capacity = self._plan.capacity
+    def _fill(self, step: OpenStep, until: int) -> None:
+        """Sends empty rounds for all parts before `until`, as every rank takes part in each.
+
+        The buffers of a micro-batch serve all its layers: at most one layer is in flight.
+        """
+        plan = step.plan
+        for layer, micro in step.parts[step.done : until]:
+            if micro in self._in_flight:
+                raise self._misuse("dispatch", f"micro-batch {micro} is behind the others")
+            self._land_fillers(micro)
+            chunks = [
+                self._post_empty(step, Round(plan.epoch, plan.step, layer, micro, chunk))
+                for chunk in range(plan.chunks)
+            ]
+            self._fillers[micro] = chunks
+            step.done += 1
+
+    def _land_fillers(self, micro: int) -> None:
+        for chunk in self._fillers.pop(micro, ()):
+            self._land(chunk)
+
+    def _post_empty(self, step: OpenStep, at: Round) -> Chunk:
+        frames = self._end.outgoing(at, step.plan.capacity)
+        for frame in frames:
+            frame.write_header(at, 0)
+        counts = [0] * len(frames)
+        flight = self._end.post(at, step.plan.capacity, counts)
+        return Chunk(flight, 0, [None] * len(frames), counts)
+
+    def _post(
+        self, step: OpenStep, at: Round, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Chunk:
+        if z_TD.shape[0] == 0:
+            return self._post_empty(step, at)
+        capacity = step.plan.capacity
         scale: tuple[Tensor, ...] = ()
         if self._dtype == torch.uint8:
             z_TD, scale_T1 = to_float8(z_TD)
             scale = (scale_T1,)
         elif z_TD.dtype != self._dtype:
             z_TD = z_TD.to(self._dtype)
-        slots, parts, counts = _split(self._tables[at.layer], ids_TK.cpu().numpy())
-        slots_PTK = torch.from_numpy(slots).to(self.device)
+        choice = step.choices[at.layer]
+        ids, parts, counts = _split(choice, ids_TK.cpu().numpy(), len(self.rows_sent))
+        ids_PTK = torch.from_numpy(ids).to(self.device)
         sent = [None if p is None else torch.from_numpy(p).to(self.device) for p in parts]
         frames = self._end.outgoing(at, capacity)
-        for frame, slots_TK, rows, count in zip(frames, slots_PTK, sent, counts, strict=True):
+        for frame, mine_TK, rows, count in zip(frames, ids_PTK, sent, counts, strict=True):
             frame.write_header(at, count)
-            _fill(frame, (z_TD, slots_TK, weights_TK, *scale), rows, count)
+            _fill_frame(frame, (z_TD, mine_TK, weights_TK, *scale), rows, count)
         self.rows_sent = [a + b for a, b in zip(self.rows_sent, counts, strict=True)]
         return Chunk(self._end.post(at, capacity, counts), z_TD.shape[0], sent, counts)
+
+    def _sum(self, chunk: Chunk) -> Tensor:
+        """The partial sums of one chunk, added in rank order, rounded to float32 once."""
+        y_TD: Tensor | None = None
+        for frame, rows, count in zip(self._land(chunk), chunk.sent, chunk.counts, strict=True):
+            sum_ND = frame.views(count)[0]
+            if sum_ND.dtype == torch.bfloat16:
+                sum_ND = sum_ND.float()
+            if rows is None and y_TD is None:
+                y_TD = sum_ND.clone()  # the frame is written again by the next round
+                continue
+            if y_TD is None:
+                y_TD = sum_ND.new_zeros(chunk.rows, self._width)
+            if rows is None:
+                y_TD += sum_ND
+            else:
+                y_TD.index_add_(0, rows, sum_ND)
+        assert y_TD is not None, "an epoch has at least one expert actor"
+        return y_TD.float()
 
     def _land(self, chunk: Chunk) -> list[Frame]:
         at = chunk.flight.at
@@ -248,32 +320,33 @@ class MeshExchange:
                 raise Where(peer, at.layer, "combine", at.step).error(wrong)
         return replies
 
-    def _misuse(self, phase: str, reason: str) -> ExchangeError:
+    def _misuse(self, phase: str, reason: str) -> MisuseError:
         """The model and the exchange disagree on the step: nobody else may wait for it."""
         self._groups.close()
-        return ExchangeError(self._groups.rank, -1, phase, self._control.step, reason)
+        return MisuseError(self.rank, -1, phase, self.step, reason)
 
 
 def _split(
-    tables_PE: np.ndarray, ids_TK: np.ndarray
-) -> tuple[np.ndarray, list[np.ndarray | None], list[int]]:
+    choice: ReplicaChoice, ids_TK: NDArray[np.int64], actors: int
+) -> tuple[NDArray[np.int32], list[NDArray[np.int64] | None], list[int]]:
     """Which rows each of P expert actors gets; on the host, where a tiny op costs least.
 
-    tables_PE: int32 local slot by expert, -1 elsewhere. Returns local slots [P, T, K], then per
-    actor the numbers of its rows (None: all of them) and their count.
+    Returns int32 [P, T, K], per actor the experts it shall compute and -1 elsewhere, then per actor
+    the numbers of its rows (None: all of them) and their count.
     """
-    slots_PTK = tables_PE[:, ids_TK]
-    here_PT = slots_PTK.max(2) >= 0
+    mine_PTK = choice.assign(ids_TK) == np.arange(actors)[:, None, None]
+    ids_PTK = np.where(mine_PTK, ids_TK, -1).astype(np.int32)
+    here_PT = mine_PTK.any(2)
     counts: list[int] = here_PT.sum(1).tolist()
     rows = len(ids_TK)
     parts = [
         None if count == rows else here_T.nonzero()[0]
         for here_T, count in zip(here_PT, counts, strict=True)
     ]
-    return slots_PTK, parts, counts
+    return ids_PTK, parts, counts
 
 
-def _fill(frame: Frame, sources: tuple[Tensor, ...], rows: Tensor | None, count: int) -> None:
+def _fill_frame(frame: Frame, sources: tuple[Tensor, ...], rows: Tensor | None, count: int) -> None:
     """Writes `rows` of the sources straight into the message."""
     for source, view in zip(sources, frame.views(count), strict=True):
         if rows is None:

@@ -6,6 +6,7 @@ Groups are built from a store prefix of their own epoch number, never from torch
 group, so that the next epoch can be built beside the running one.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Groups:
         self.roster, self.rank, self.device = roster, rank, device
         self.deadline = timedelta(seconds=settings.deadline_s)
         self._closed = False
+        self._closing = threading.Lock()
         self.on_close: list[Callable[[], None]] = []
         self.verdict: str | None = None
         limit = self.join_deadline = timedelta(seconds=settings.join_deadline_s)
@@ -115,13 +117,16 @@ class Groups:
     def close(self, verdict: str | None = None) -> None:
         """Ends the epoch here: own waits and those of every peer fail at once. Never raises.
 
-        verdict: what later errors say, when the reason is known better than by a closed socket.
+        From any thread. verdict: what later errors say, when the reason is known better than by a
+        closed socket.
         """
-        self.verdict = self.verdict or verdict
-        if self._closed:
-            return
-        self._closed = True
-        for end in self.on_close:
+        with self._closing:
+            self.verdict = self.verdict or verdict
+            if self._closed:
+                return
+            self._closed = True
+            ends, self.on_close = self.on_close, []  # they refer to this object: a closed one goes
+        for end in ends:
             end()
         # gloo has no abort that reaches a waiting thread, but a receive that times out closes
         # all connections of its group; nobody sends with this tag. A connection that is closed

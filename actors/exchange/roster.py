@@ -3,19 +3,28 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-# layer -> for each expert actor, the experts it holds, by slot
+# layer -> for each expert actor, the experts it holds; an expert may be with several
 Placed = Mapping[int, Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Who holds which expert from some step on. A later version replaces an earlier one."""
+
+    version: int
+    placed: Placed
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
     """Ranks 0..attention-1 are attention replicas, the next `experts` ranks are expert actors.
 
-    placed: absolute layer number -> per expert actor, its experts in slot order.
+    placed: absolute layer number -> per expert actor, its experts.
     store: host and port of the TCPStore on rank 0's node.
+    version: of `placed`; the epoch's first step uses it unless all ranks know a newer one.
     """
 
     epoch: int
@@ -23,6 +32,7 @@ class Roster:
     experts: int
     placed: Placed
     store: tuple[str, int]
+    version: int = 0
 
     @property
     def size(self) -> int:
@@ -38,16 +48,10 @@ class Roster:
             return f"attention {rank}"
         return f"expert {rank - self.attention}"
 
-    def slot_tables(self, num_experts: int) -> dict[int, list[Tensor]]:
-        """layer -> per expert actor, int32 [num_experts]: local slot, or -1 if held elsewhere."""
-        tables: dict[int, list[Tensor]] = {}
-        for layer, actors in self.placed.items():
-            rows = []
-            for held in actors:
-                table = torch.full((num_experts,), -1, dtype=torch.int32)
-                table[torch.tensor(list(held), dtype=torch.int64)] = torch.arange(
-                    len(held), dtype=torch.int32
-                )
-                rows.append(table)
-            tables[layer] = rows
-        return tables
+
+def holders(held: Sequence[Sequence[int]], num_experts: int) -> NDArray[np.bool_]:
+    """[P, E]: actor p has a copy of expert e."""
+    holds_PE = np.zeros((len(held), num_experts), dtype=np.bool_)
+    for actor, experts in enumerate(held):
+        holds_PE[actor, list(experts)] = True
+    return holds_PE

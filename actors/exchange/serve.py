@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.actors.exchange.base import PartialSums
-from expertmesh.actors.exchange.control import ExpertControl, StepPlan
+from expertmesh.actors.exchange.base import ExchangeError, PartialSums
+from expertmesh.actors.exchange.control import ExpertControl, Listeners
 from expertmesh.actors.exchange.direct import DirectExpert
+from expertmesh.actors.exchange.formats import agree, formats_of
 from expertmesh.actors.exchange.layouts import ExactExpert, ExpertEnd, PaddedExpert
-from expertmesh.actors.exchange.mesh import formats_of, layout_of
+from expertmesh.actors.exchange.opening import Opening, StepPlan
 from expertmesh.actors.exchange.process_group import Groups, Where
 from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.settings import ExchangeSettings
@@ -49,19 +50,26 @@ class MeshServer:
         self.roster, self.rank = roster, rank
         self._bank, self._dtype = bank, dtype
         self._max_rows = settings.max_rows
-        self._groups = Groups(roster, rank, settings, self.device, host)
-        formats = formats_of(settings, width, top_k, self.device)
-        layout, hear = layout_of(settings, self.device), None
+        self._groups = groups = Groups(roster, rank, settings, self.device, host)
+        formats = formats_of(settings, width, top_k, dtype, self.device)
+        agree(groups, formats)
         self._end: ExpertEnd
-        if layout == "direct":
-            self._end = direct = DirectExpert(self._groups, formats, settings.max_rows, host)
-            hear = direct.hear
+        if formats.layout == "direct":
+            self._end = direct = DirectExpert(groups, formats, host)
+            collect = direct.collect
         else:
-            end = PaddedExpert if layout == "padded" else ExactExpert
-            self._end = end(self._groups, formats, settings.max_rows)
-        self._control = ExpertControl(self._groups, hear)
+            end = PaddedExpert if formats.layout == "padded" else ExactExpert
+            self._end = end(groups, formats)
+            listeners = Listeners(groups, range(roster.attention))
+
+            def collect(step: int) -> list[Opening]:
+                return listeners.collect(step, parked=True)
+
+        self._control = ExpertControl(groups, collect)
         self.work = {layer: LayerWork() for layer in roster.layers}
         self.steps = 0
+        # Of an older routing version experts may have been dropped. Set from any thread.
+        self.version_floor = roster.version
 
     @torch.inference_mode()
     def run(self, on_step: Callable[[], None] | None = None) -> None:
@@ -73,6 +81,7 @@ class MeshServer:
         yield_to_sender()
         try:
             while (plan := self._control.next_step(self._max_rows)) is not None:
+                self._check_version(plan)
                 for at in plan.rounds(self.roster.layers):
                     self._serve(at, plan)
                 self.steps += 1
@@ -85,15 +94,20 @@ class MeshServer:
         """Ends the epoch here, from any thread; `run` then raises ExchangeError."""
         self._groups.close()
 
+    def _check_version(self, plan: StepPlan) -> None:
+        if plan.version < self.version_floor:
+            reason = (
+                f"the step uses routing version {plan.version}, here experts of versions before "
+                f"{self.version_floor} have been dropped"
+            )
+            raise ExchangeError(self.rank, -1, "open", plan.step, reason)
+
     def _serve(self, at: Round, plan: StepPlan) -> None:
         arrived = self._end.receive(at, plan.capacity)
         counts = [self._checked(frame, at, peer) for peer, frame in enumerate(arrived)]
         began = time.perf_counter()
         total = sum(counts)
-        sums: Tensor | None = None
-        if total:
-            z_TD, slots_TK, weights_TK = self._merged(arrived, counts)
-            sums = self._bank.partial_sum(at.layer, z_TD, slots_TK, weights_TK)
+        sums = self._sums(at, arrived, counts) if total else None
         replies = self._end.outgoing(at, plan.capacity)
         begin = 0
         for frame, count in zip(replies, counts, strict=True):
@@ -108,6 +122,14 @@ class MeshServer:
             work.busy_s += time.perf_counter() - began
         self._end.send(at, plan.capacity, counts)
 
+    def _sums(self, at: Round, arrived: list[Frame], counts: list[int]) -> Tensor:
+        z_TD, ids_TK, weights_TK = self._merged(arrived, counts)
+        try:
+            return self._bank.partial_sum(at.layer, z_TD, ids_TK, weights_TK)
+        except LookupError as error:  # an expert that is not held here
+            reason = str(error)
+            raise ExchangeError(self.rank, at.layer, "experts", at.step, reason) from error
+
     def _checked(self, frame: Frame, at: Round, peer: int) -> int:
         wrong = frame.mismatch(at)
         if wrong is not None:
@@ -116,12 +138,12 @@ class MeshServer:
         return frame.rows
 
     def _merged(self, frames: list[Frame], counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """All rows as (z [N, D], slots int64 [N, K], weights [N, K]), ranks in order."""
+        """All rows as (z [N, D], ids int64 [N, K], weights [N, K]), ranks in order."""
         parts = [frame.views(n) for frame, n in zip(frames, counts, strict=True) if n]
         merged = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-        z_TD, slots_TK, weights_TK = merged[:3]
+        z_TD, ids_TK, weights_TK = merged[:3]
         if len(merged) == 4:
             z_TD = from_float8(z_TD, merged[3], self._dtype)
         elif z_TD.dtype != self._dtype:
             z_TD = z_TD.to(self._dtype)
-        return z_TD, slots_TK.long(), weights_TK
+        return z_TD, ids_TK.long(), weights_TK

@@ -19,8 +19,11 @@ class ExchangeSettings(BaseModel):
         description="How latent rows travel to the experts. float8: e4m3 with one scale per row. "
         "auto: float32 on CPU, bfloat16 on CUDA.",
     )
-    combine_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="How partial sums travel back; they are added in float32."
+    combine_dtype: Literal["auto", "float64", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="How partial sums travel back. float64: the result is the same for any "
+        "placement of the experts. auto: float64 where the model computes in float32, else "
+        "float32.",
     )
     max_rows: int = Field(
         default=1024,

@@ -43,7 +43,7 @@ class Section:
 
 
 def dispatch_sections(dtype: torch.dtype, width: int, top_k: int) -> tuple[Section, ...]:
-    """Latents, local expert slots, router weights, and a scale per row when latents are float8."""
+    """Latents, expert ids (-1: not here), router weights; a scale per row for float8 latents."""
     rows = (Section(dtype, width), Section(torch.int32, top_k), Section(torch.float32, top_k))
     return (*rows, Section(torch.float32, 1)) if dtype == torch.uint8 else rows
 

@@ -142,7 +142,9 @@ class FailingBank(ToyBank):
 def test_a_failing_expert_does_not_leave_the_others_waiting() -> None:
     shape = shape_of("direct")
     with ThreadMesh(shape) as mesh:
-        mesh.servers[1]._bank = FailingBank(mesh.roster, 1, shape.num_experts, shape.width)
+        mesh.servers[1]._bank = FailingBank(
+            dict.fromkeys(shape.layers, ()), shape.num_experts, shape.width
+        )
         began = time.monotonic()
         with pytest.raises(ExchangeError, match="rank 2, layer 1, combine, step 0"):
             steps(mesh.exchanges[0], shape, shape.rows(6), 1)

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,30 +23,31 @@ Rows = tuple[Tensor, Tensor, Tensor]
 class ToyBank:
     """Expert e of layer l: w * tanh(z * a + b). Elementwise, so a row's bits are its own."""
 
-    def __init__(self, roster: Roster, actor: int, num_experts: int, width: int) -> None:
-        self.experts = {layer: list(held[actor]) for layer, held in roster.placed.items()}
+    def __init__(self, held: Mapping[int, Iterable[int]], num_experts: int, width: int) -> None:
         generator = torch.Generator().manual_seed(7)
-        self._a = torch.randn(max(self.experts) + 1, num_experts, width, generator=generator)
-        self._b = torch.randn(max(self.experts) + 1, num_experts, 1, generator=generator)
-        tables = roster.slot_tables(num_experts)
-        self._slots = {layer: tables[layer][actor].long() for layer in tables}
+        self._a = torch.randn(max(held) + 1, num_experts, width, generator=generator)
+        self._b = torch.randn(max(held) + 1, num_experts, 1, generator=generator)
+        self._holds = torch.zeros(max(held) + 1, num_experts, dtype=torch.bool)
+        for layer, experts in held.items():
+            self._holds[layer, list(experts)] = True
         self.seen: list[tuple[int, int]] = []
 
-    def local_slots(self, layer: int, ids_TK: Tensor) -> Tensor:
-        return self._slots[layer][ids_TK]
+    def hold(self, layer: int, expert: int, held: bool = True) -> None:
+        self._holds[layer, expert] = held
 
-    def partial_sum(self, layer: int, z_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        assert z_TD.shape[0] == slots_TK.shape[0] == weights_TK.shape[0]
+    def local_ids(self, layer: int, ids_TK: Tensor) -> Tensor:
+        held_TK = self._holds[layer, ids_TK.clamp(min=0)] & (ids_TK >= 0)
+        return ids_TK.where(held_TK, -1)
+
+    def partial_sum(self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        assert z_TD.shape[0] == ids_TK.shape[0] == weights_TK.shape[0]
+        if not torch.equal(self.local_ids(layer, ids_TK), ids_TK):
+            raise LookupError(f"layer {layer}: an expert of {ids_TK.unique().tolist()} is missing")
         self.seen.append((layer, z_TD.shape[0]))
-        y_TD = torch.zeros(z_TD.shape, dtype=torch.float32)
-        experts = torch.tensor(self.experts[layer] or [0])
-        for k in range(slots_TK.shape[1]):
-            slot_T = slots_TK[:, k]
-            e_T = experts[slot_T.clamp(min=0)]
-            out_TD = torch.tanh(z_TD.float() * self._a[layer, e_T] + self._b[layer, e_T])
-            here_T1 = (slot_T >= 0).unsqueeze(1)
-            y_TD += torch.where(here_T1, out_TD * weights_TK[:, k : k + 1], 0.0)
-        return y_TD
+        e_TK = ids_TK.clamp(min=0)
+        out_TKD = torch.tanh(z_TD.float()[:, None] * self._a[layer, e_TK] + self._b[layer, e_TK])
+        terms_TKD = torch.where((ids_TK >= 0)[..., None], out_TKD * weights_TK[..., None], 0.0)
+        return terms_TKD.sum(1, dtype=torch.float64)
 
 
 def contiguous(layers: Sequence[int], num_experts: int, actors: int) -> dict[int, list[list[int]]]:
@@ -81,7 +82,8 @@ class Shape:
         )  # fmt: skip
 
     def bank(self, roster: Roster, actor: int) -> ToyBank:
-        return ToyBank(roster, actor, self.num_experts, self.width)
+        held = {layer: held[actor] for layer, held in roster.placed.items()}
+        return ToyBank(held, self.num_experts, self.width)
 
     def expert_rank(self, roster: Roster, actor: int, bank: ToyBank | None = None) -> MeshServer:
         return MeshServer(
@@ -90,7 +92,8 @@ class Shape:
         )  # fmt: skip
 
     def oracle(self, roster: Roster) -> LocalExchange:
-        return LocalExchange(*(self.bank(roster, actor) for actor in range(self.experts)))
+        everything = dict.fromkeys(roster.layers, range(self.num_experts))
+        return LocalExchange(ToyBank(everything, self.num_experts, self.width))
 
     def rows(self, count: int, seed: int = 0, among: Sequence[int] | None = None) -> Rows:
         """Random latents, distinct expert ids per row, router weights."""
