@@ -42,6 +42,17 @@ class Held:
     derived: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """An expert that is complete here but that no step can see yet."""
+
+    layer: int
+    expert: int
+    weights: ExpertWeights
+    decoded: Decoded
+    digests: Digests
+
+
 class ExpertBank:
     """Experts by (layer, global expert id), with a bounded cache of decoded ones.
 
@@ -64,11 +75,13 @@ class ExpertBank:
         self._kernels = kernels
         self._glu = glu_of(config)
         self._num_experts = config.num_experts
+        width, inner = config.latent_size, config.moe_intermediate_size
+        self._shapes = (2 * inner, width), (width, inner)  # of w13 and w2
         self._dtype = dtype
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._lock = threading.Lock()
         self._held: dict[Key, Held] = {}  # guarded by _lock for writing, like the next three
-        self._ids: dict[int, Tensor] = {}  # layer -> int64 [E]: the id itself, or -1
+        self._ids: dict[int, Tensor] = {}  # layer -> see _nowhere
         self._cache = DecodedCache(cache_bytes)
         self._packed_bytes = 0
         self.load(placed, source)
@@ -80,6 +93,11 @@ class ExpertBank:
     @property
     def cached_bytes(self) -> int:
         return self._cache.nbytes
+
+    @property
+    def count(self) -> int:
+        """Experts held, of all layers."""
+        return len(self._held)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -100,26 +118,48 @@ class ExpertBank:
         return {layer: tuple(experts) for layer, experts in found.items()}
 
     def local_ids(self, layer: int, ids_TK: Tensor) -> Tensor:
-        """`ids_TK` with -1 in the place of experts that live elsewhere."""
+        """`ids_TK` with -1 in the place of experts that live elsewhere; -1 stays -1."""
         ids_E = self._ids.get(layer)
         return torch.full_like(ids_TK, -1) if ids_E is None else ids_E[ids_TK]
 
-    local_slots = local_ids
-
     def load(self, placed: Mapping[int, Iterable[int]], source: ExpertSource) -> None:
-        """Adds experts from a checkpoint. Each is digested as it lies in the file and again as it
-        arrived here. Raises CheckpointError."""
-        for layer, expert, weights in source.stream_experts(placed):
-            digest = packed_digest(layer, expert, weights)
-            copy = _own(weights, self._device)
-            if packed_digest(layer, expert, copy) != digest:
-                raise CheckpointError(f"layer {layer}: expert {expert} arrived damaged in memory")
-            self._admit(layer, expert, Held(copy, digest), None)
+        """Adds experts from a checkpoint, all or none. Each is digested as it lies in the file and
+        again as it arrived here. Raises CheckpointError, ValueError for one held already."""
+        done: list[Key] = []
+        try:
+            for layer, expert, weights in source.stream_experts(placed):
+                digest = packed_digest(layer, expert, weights)
+                copy = _own(weights, self.device)
+                if packed_digest(layer, expert, copy) != digest:
+                    raise CheckpointError(f"layer {layer}: expert {expert} was damaged in memory")
+                self._admit(layer, expert, Held(copy, digest))
+                done.append((layer, expert))
+        except BaseException:
+            for key in done:
+                self.drop(*key)
+            raise
 
     def add(self, layer: int, expert: int, weights: ExpertWeights) -> None:
         """Holds an expert from now on; `weights` is kept, not copied. Raises ValueError if it is
         here already."""
-        self._admit(layer, expert, Held(weights, packed_digest(layer, expert, weights)), None)
+        self._admit(layer, expert, Held(weights, packed_digest(layer, expert, weights)))
+
+    def stage(self, layer: int, expert: int, weights: ExpertWeights) -> Staged:
+        """Decodes and digests an expert without adding it. Raises ValueError for other shapes than
+        this model's."""
+        made = decode(self._kernels, weights, self._dtype)
+        if (made.w13.shape, made.w2.shape) != self._shapes:
+            raise ValueError(f"matrices {[*made.w13.shape]} and {[*made.w2.shape]}")
+        packed = packed_digest(layer, expert, weights)
+        digests = Digests(packed, derived_digest(layer, expert, (made.w13, made.w2)))
+        return Staged(layer, expert, weights, made, digests)
+
+    def admit(self, staged: Staged) -> None:
+        """Holds it from now on, its decoded copy in the cache: an expert that was moved here is
+        wanted soon. Raises ValueError if it is here already."""
+        held = Held(staged.weights, *staged.digests)
+        self._admit(staged.layer, staged.expert, held)
+        self._keep((staged.layer, staged.expert), held, staged.decoded)
 
     def drop(self, layer: int, expert: int) -> None:
         """Frees an expert, its decoded copy included. Raises ExpertNotHeld."""
@@ -161,20 +201,24 @@ class ExpertBank:
 
         Raises ExpertNotHeld.
         """
-        return self._digests_now(layer, expert).checksum(layer, expert)
+        return self.digests(layer, expert).checksum(layer, expert)
 
-    def _digests_now(self, layer: int, expert: int) -> Digests:
+    def digests(self, layer: int, expert: int) -> Digests:
+        """Of the bytes in memory now, as `checksum`. Raises ExpertNotHeld."""
         held = self._find(layer, expert)
         packed = packed_digest(layer, expert, held.weights)
         kept = self._cache.peek((layer, expert))
-        if kept is not None:
-            derived = derived_digest(layer, expert, (kept.w13, kept.w2))
-            held.derived = derived if held.derived is None else held.derived
-        else:
-            derived = self._derived(layer, expert, held)
-        return Digests(packed, derived)
+        if kept is None:
+            return Digests(packed, self._derived(layer, expert, held))
+        return Digests(packed, derived_digest(layer, expert, (kept.w13, kept.w2)))
+
+    def stored(self, layer: int, expert: int) -> tuple[ExpertWeights, Digests]:
+        """An expert with the digests it had when it came in. Raises ExpertNotHeld."""
+        held = self._find(layer, expert)
+        return held.weights, Digests(held.packed, self._derived(layer, expert, held))
 
     def _derived(self, layer: int, expert: int, held: Held) -> int:
+        """Always from the packed bytes, never from the cached copy that it shall vouch for."""
         if held.derived is None:
             made = decode(self._kernels, held.weights, self._dtype)
             held.derived = derived_digest(layer, expert, (made.w13, made.w2))
@@ -186,15 +230,12 @@ class ExpertBank:
             raise ExpertNotHeld(layer, expert)
         return held
 
-    def _admit(self, layer: int, expert: int, held: Held, decoded: Decoded | None) -> None:
-        key = (layer, expert)
+    def _admit(self, layer: int, expert: int, held: Held) -> None:
         with self._lock:
-            if key in self._held:
+            if (layer, expert) in self._held:
                 raise ValueError(f"layer {layer}: expert {expert} is held already")
-            self._held[key] = held
+            self._held[layer, expert] = held
             self._packed_bytes += held.weights.nbytes
-            if decoded is not None:
-                self._cache.put(key, decoded)
             self._point(layer, expert, expert)
 
     def _point(self, layer: int, expert: int, entry: int) -> None:
@@ -205,7 +246,8 @@ class ExpertBank:
         self._ids[layer] = table
 
     def _nowhere(self) -> Tensor:
-        return torch.full((self._num_experts,), -1, dtype=torch.int64, device=self._device)
+        """int64 [E + 1]: the id of an expert that is here, else -1; the last entry answers -1."""
+        return torch.full((self._num_experts + 1,), -1, dtype=torch.int64, device=self.device)
 
     def _keep(self, key: Key, held: Held, made: Decoded) -> None:
         with self._lock:
