@@ -13,6 +13,7 @@ from expertmesh.actors.experts import transfer
 from expertmesh.actors.experts.background import Background
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.experts.peers import peer_of
+from expertmesh.actors.experts.reread import Stamps, refuse_changes, shard_stamps
 from expertmesh.actors.experts.serving import Epochs
 from expertmesh.actors.experts.transfer import Packet, TransferError
 from expertmesh.actors.model.loading import LoadSettings, OpenModel
@@ -56,6 +57,7 @@ class ExpertActor:
         self._address = "127.0.0.1"
         self._open: OpenModel | None = None
         self._bank: ExpertBank | None = None
+        self._shards: Stamps = {}
         self._loaded_at = 0.0
         self._total = 0
         self._epochs = Epochs(self._meet)
@@ -77,6 +79,7 @@ class ExpertActor:
         Raises ConfigError and CheckpointError naming tensor and shard.
         """
         opened = self._load.open()
+        self._shards = shard_stamps(opened.source.folder)
         names = [
             name for layer, ids in placed.items()
             for name in opened.source.names_for_experts(layer, ids)
@@ -102,8 +105,9 @@ class ExpertActor:
 
     def load_more(self, placed: Share) -> dict[int, tuple[int, ...]]:
         """Reads those of `placed` that are not here yet from the checkpoint, all or none; returns
-        them. Raises CheckpointError."""
+        them. Raises CheckpointError, also when the files are not those of the start."""
         opened, bank = self._model(), self._experts()
+        refuse_changes(opened.source.folder, self._shards)
         missing = {
             layer: tuple(expert for expert in ids if not bank.holds(layer, expert))
             for layer, ids in placed.items()
