@@ -36,8 +36,8 @@ class Drop(NamedTuple):
 class Plan:
     """A new placement beside the one it came from.
 
-    before_L, after_L: max/mean over actors of the load of each layer, copies sharing the load of
-    their expert as the planner assumed; layers in the order of `old.held`, 1.0 = perfect or no load.
+    before_L, after_L: max/mean over actors of the load of each layer, the copies of an expert
+    sharing its load as the planner assumed; layers in the order of `old.held`. 1.0 is perfect.
     """
 
     old: Placement

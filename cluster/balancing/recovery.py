@@ -1,4 +1,4 @@
-"""What survivors hold after deaths: experts that lost their last copy take the place of spare ones."""
+"""What survivors hold after deaths: experts without a copy take the place of spare copies."""
 
 import heapq
 from collections import Counter

@@ -1,9 +1,9 @@
 """Make before break: a plan cut into waves, after each of which the mesh can serve for ever.
 
-A wave copies some experts beside what is held, flips the routing to include them, then forgets what
-they replace. An actor at its slots limit takes a copy only together with a drop that is safe by
-then: an expert whose last copy is elsewhere, or goes elsewhere in the same wave. Such units of moves
-and drops are found per layer (`_units`) and packed into waves over all layers (`_pack`).
+A wave copies some experts beside what is held, flips the routing to include them, then forgets
+what they replace. A full actor takes a copy only together with a drop that is safe by then: of an
+expert that has another copy, or gets one in the same wave. Such units of moves and drops are found
+per layer (`_units`) and packed into waves over all layers (`_pack`).
 """
 
 from collections import Counter

@@ -71,5 +71,5 @@ def test_the_spare_slots_of_a_large_mesh_absorb_four_deaths(deaths: int) -> None
 
 def test_the_fifth_death_is_refused() -> None:
     old = with_spares((1,), 896, 64, 15)
-    with pytest.raises(NoCapacity, match="11 of 896 experts.*59 expert actors.*15 slots.*60 are"):
+    with pytest.raises(NoCapacity, match=r"11 of 896 experts.*59 expert actors.*15 slots.*60 are"):
         recover(old, frozenset(range(5)), 15)

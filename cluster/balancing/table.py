@@ -1,0 +1,32 @@
+"""Placements as arrays and back. L layers, P actors, S slots per actor, E experts."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = tuple[tuple[int, ...], ...]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+FREE = -1
+"""In a table: a slot without an expert."""
+
+
+def to_table(layers: Iterable[Rows], actors: int, slots: int) -> Ints:
+    """int64 [L, P, S], free slots last. Actors that a layer does not list are empty."""
+    rows = [ids for layer in layers for ids in layer + ((),) * (actors - len(layer))]
+    sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+    flat = np.fromiter(chain.from_iterable(rows), np.int64, int(sizes.sum()))
+    if sizes.size and sizes.min() == sizes.max() == slots:
+        return flat.reshape(-1, actors, slots)
+    table = np.full((len(rows), slots), FREE)
+    table[np.arange(slots) < sizes[:, None]] = flat
+    return table.reshape(-1, actors, slots)
+
+
+def to_rows(table_PS: Ints) -> Rows:
+    if table_PS.min() >= 0:
+        return tuple(map(tuple, table_PS.tolist()))
+    return tuple(tuple(e for e in ids if e != FREE) for ids in table_PS.tolist())
