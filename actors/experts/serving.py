@@ -122,11 +122,11 @@ class Epochs:
         with self._lock:
             self._live.remove(server)
             self._past.add(server.steps, server.work)
-            replaced = self._running.pop(epoch, None) is None
-            if not replaced:
+            told_to = self._running.pop(epoch, None) is None
+            if not told_to:
                 self._ended[epoch] = reason
-        if not replaced:
-            _log.warning("epoch %d has ended here: %s", epoch, reason)
+            level = logging.INFO if told_to or self._running else logging.WARNING
+        _log.log(level, "epoch %d has ended here: %s", epoch, reason)
 
     def _wanted(self, epoch: int) -> bool:
         return epoch >= self._oldest and epoch not in self._discarded
