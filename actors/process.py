@@ -37,6 +37,18 @@ class Health(NamedTuple):
     lost: bool = False
 
 
+class Pulse(NamedTuple):
+    """What any actor answers to the control plane.
+
+    epoch: the one it serves, -1 before the first. broken: why that epoch has ended without another
+    one to follow. stuck: why this process cannot go on, whatever the epoch.
+    """
+
+    epoch: int = -1
+    broken: str = ""
+    stuck: str = ""
+
+
 def own_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))

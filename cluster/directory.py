@@ -1,4 +1,4 @@
-"""What front doors must know of a mesh: which attention replicas there are, and whether it serves."""
+"""What front doors must know of a mesh: its attention replicas, and whether it serves."""
 
 import msgspec
 
@@ -6,9 +6,9 @@ import msgspec
 class Directory(msgspec.Struct, frozen=True):
     """One state of the mesh, as a front door sees it.
 
-    version: grows with every change. replicas: (seat, Ray actor name); a seat ("attention-0") stays
-    when the process in it is replaced, the name does not. serving: whether requests sent now will be
-    served; it stays true through a recovery that is expected to end soon. reason: why not.
+    version: grows with every change. replicas: (seat, Ray actor name); a seat ("attention-0")
+    stays when the process in it is replaced, the name does not. serving: whether requests sent now
+    will be served; it stays true through a recovery that should end soon. reason: why not.
     """
 
     version: int = 0

@@ -5,13 +5,12 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from expertmesh.actors.process import own_cores
@@ -21,8 +20,8 @@ from expertmesh.cluster.topology import Node
 
 # Request data never goes through the object store; this is enough for Ray's own needs.
 OBJECT_STORE_BYTES = 128 << 20
-# Slots of a local cluster beyond the actors' own: the front door's processes.
-SPARE_SLOTS = 4
+# Slots of a local cluster beyond the actors' own: the front door's processes, and room to scale.
+SPARE_SLOTS = 20
 START_ATTEMPTS = 3
 
 
@@ -92,20 +91,8 @@ def nodes() -> list[Node]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """A placement group that is ready. homes: node id of each bundle."""
-
-    group: Any
-    homes: tuple[str, ...]
-
-    def release(self) -> None:
-        with contextlib.suppress(RayError):
-            remove_placement_group(self.group)
-
-
-def reserve(bundles: Sequence[dict[str, float]], strategy: str, timeout_s: float) -> Slots:
-    """Raises TimeoutError when the slots are not free within `timeout_s`."""
+def reserve(bundles: Sequence[dict[str, float]], strategy: str, timeout_s: float) -> Any:
+    """A placement group that is ready. Raises TimeoutError when there is no room in time."""
     group = placement_group(list(bundles), strategy=strategy)
     if not group.wait(timeout_s):
         remove_placement_group(group)
@@ -115,8 +102,12 @@ def reserve(bundles: Sequence[dict[str, float]], strategy: str, timeout_s: float
             f"Ray has not reserved {len(bundles)} bundles of {bundles[0]} ({strategy}) within "
             f"{timeout_s:g} s; free now: {free}"
         )
-    homes = placement_group_table(group)["bundles_to_node_id"]
-    return Slots(group, tuple(homes[index] for index in range(len(bundles))))
+    return group
+
+
+def release(group: Any) -> None:
+    with contextlib.suppress(RayError):
+        remove_placement_group(group)
 
 
 def reap(members: Sequence[tuple[Member, str]], timeout_s: float = 10.0) -> list[Member]:

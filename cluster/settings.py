@@ -28,6 +28,65 @@ class WatchSettings(BaseModel):
     )
 
 
+class RecoverySettings(BaseModel):
+    """What happens after an actor is lost."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hold_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="How long running requests wait for a mesh that cannot serve, before they "
+        "fail. New ones are refused as soon as it is clear that it cannot.",
+    )
+    grace_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="A recovery that takes longer turns readiness red; until then requests are "
+        "accepted and wait.",
+    )
+    meet_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="A survivor that has not come to the next epoch within this time is lost too.",
+    )
+    restarts: int = Field(
+        default=5,
+        ge=0,
+        description="Attempts to replace an actor that keeps failing, with growing pauses; after "
+        "that the mesh goes on without it until it is scaled.",
+    )
+    pause_s: float = Field(
+        default=1.0, gt=0, description="Pause before the second attempt; doubles with each."
+    )
+
+
+class RebalanceSettings(BaseModel):
+    """When copies of experts move, and how."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    period_s: float = Field(
+        default=30.0, ge=0, description="Time between two looks at the balance; 0: never."
+    )
+    fill_spares: bool = Field(
+        default=True,
+        description="Whether spare slots are filled with copies, which balance the load and make "
+        "the loss of an actor cheaper.",
+    )
+    trigger: float = Field(
+        default=1.05,
+        ge=1,
+        description="Largest load over mean load of the actors from which on moving pays.",
+    )
+    least_tokens: int = Field(
+        default=2048, ge=1, description="Fewer tokens than this say nothing about popularity."
+    )
+    transfer_s: float = Field(
+        default=30.0, gt=0, description="A copy that takes longer is given up, and its plan too."
+    )
+
+
 class ClusterSettings(BaseModel):
     """Frozen; unknown keys are refused by name."""
 
@@ -42,9 +101,17 @@ class ClusterSettings(BaseModel):
         ge=0,
         description="Actors that share the routed experts; 0: each replica has them all.",
     )
+    slots_per_actor: int | None = Field(
+        default=None,
+        ge=1,
+        description="Experts of each layer that an expert actor may hold. Unset: the fewest with "
+        "which any one actor can be lost.",
+    )
     engine: EngineSettings = Field(default_factory=EngineSettings)
     exchange: ExchangeSettings = Field(default_factory=ExchangeSettings)
     watch: WatchSettings = Field(default_factory=WatchSettings)
+    recovery: RecoverySettings = Field(default_factory=RecoverySettings)
+    rebalance: RebalanceSettings = Field(default_factory=RebalanceSettings)
     name: str = Field(
         default="expertmesh",
         pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$",
@@ -90,8 +157,12 @@ class ClusterSettings(BaseModel):
         return self.attention_replicas + self.expert_actors
 
     @property
-    def actor_names(self) -> tuple[str, ...]:
-        """By rank: attention replicas, then expert actors."""
-        kinds = [f"attention-{i}" for i in range(self.attention_replicas)]
-        kinds += [f"expert-{i}" for i in range(self.expert_actors)]
-        return tuple(f"{self.name}-{kind}" for kind in kinds)
+    def mesh_name(self) -> str:
+        """Of the named actor that keeps the mesh."""
+        return f"{self.name}-mesh"
+
+    def slots(self, experts: int, actors: int) -> int:
+        """Experts of a layer that each of `actors` expert actors may hold."""
+        if self.slots_per_actor is not None:
+            return min(self.slots_per_actor, experts)
+        return experts if actors <= 1 else -(-experts // (actors - 1))

@@ -29,12 +29,12 @@ def gpus_per_actor(settings: ClusterSettings, nodes: Sequence[Node]) -> float:
     return 1.0 if any(node.gpus for node in nodes) else 0.0
 
 
-def bundles(settings: ClusterSettings, gpus: float) -> list[dict[str, float]]:
-    """One bundle per actor, in rank order."""
+def bundle_of(settings: ClusterSettings, gpus: float) -> dict[str, float]:
+    """What one actor reserves."""
     bundle = {"CPU": settings.cpus_per_actor}
     if gpus:
         bundle["GPU"] = gpus
-    return [dict(bundle) for _ in range(settings.actors)]
+    return bundle
 
 
 def check_fits(needed: Sequence[Mapping[str, float]], available: Mapping[str, float]) -> None:

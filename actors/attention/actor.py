@@ -6,6 +6,7 @@ engine's thread, loading and joining in threads of their own.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -23,33 +24,44 @@ from expertmesh.actors.attention.messages import (
 from expertmesh.actors.attention.outbox import Outboxes, stream
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.base import Exchange, LocalExchange
+from expertmesh.actors.exchange.counting import CountingExchange, RoutingCounts, RoutingSnapshot
+from expertmesh.actors.exchange.elastic import ElasticExchange
 from expertmesh.actors.exchange.mesh import MeshExchange
 from expertmesh.actors.exchange.process_group import open_store
-from expertmesh.actors.exchange.roster import Roster
+from expertmesh.actors.exchange.roster import Roster, Routing
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.model.loading import LoadSettings, OpenModel
 from expertmesh.actors.model.model import Model
-from expertmesh.actors.process import LoadState, Whereabouts, settle
+from expertmesh.actors.process import Health, LoadState, Pulse, Whereabouts, settle
 
 _log = logging.getLogger(__name__)
 
 # How long an idle engine loop may take to answer a knock before it counts as stuck.
 KNOCK_S = 1.0
 INGRESS_SILENCE_S = 10.0
+# How long all ranks may take to flip to a new routing, and how often one looks.
+FLIP_S, FLIP_POLL_S = 10.0, 0.005
 
 # (kind, message, field): why a request was not taken. kind: refused | busy | failed.
 Refusal = tuple[str, str, str]
 
 
 class ReplicaStats(msgspec.Struct):
-    """An engine's counters with those of its end of the exchange. rows_sent: by expert actor."""
+    """An engine's counters with those of its end of the exchange.
 
-    rank: int = 0
+    rows_sent: to all expert actors together. epoch, version: what it serves now. held_seconds: how
+    long the present step has been waiting for another epoch.
+    """
+
     engine: EngineStats = msgspec.field(default_factory=EngineStats)
-    rows_sent: list[int] = []
+    routing: RoutingSnapshot | None = None
+    epoch: int = -1
+    version: int = 0
+    rows_sent: int = 0
     dispatch_seconds: float = 0.0
     combine_seconds: float = 0.0
+    held_seconds: float = 0.0
 
 
 class AttentionActor:
@@ -60,17 +72,20 @@ class AttentionActor:
         exchange: ExchangeSettings,
         *,
         step_limit_s: float = 60.0,
+        hold_s: float = 60.0,
     ) -> None:
-        """step_limit_s: a step that runs longer makes the replica unhealthy."""
+        """step_limit_s: a step that computes for longer is stuck. hold_s: how long a step may wait
+        for another epoch after its own has broken, before its requests fail."""
         self._load, self._settings, self._exchange_settings = load, engine, exchange
         self._step_limit_s = step_limit_s
-        self._address, self._rank = "127.0.0.1", 0
+        self._address = "127.0.0.1"
         self._open: OpenModel | None = None
         self._model: Model | None = None
         self._local: LocalExchange | None = None
+        self._counts: RoutingCounts | None = None
         self._total, self._loaded = 0, False
-        self._store: TCPStore | None = None
-        self._mesh: MeshExchange | None = None
+        self._stores: dict[int, TCPStore] = {}
+        self._elastic = ElasticExchange(hold_s, self._wake)
         self._loop: EngineLoop | None = None
         self._boxes: Outboxes | None = None
         self._decode = msgspec.msgpack.Decoder(list[GenerateRequest]).decode
@@ -99,6 +114,9 @@ class AttentionActor:
         self._total, self._open = source.nbytes(names), opened
         dtype, device = opened.dtype, opened.device
         self._model = Model(config, opened.kernels, source, dtype=dtype, device=device)
+        self._counts = RoutingCounts(
+            config.moe_layers, config.num_experts, config.experts_per_token, device
+        )
         if with_experts:
             cache = self._load.expert_cache_bytes
             bank = ExpertBank(
@@ -114,33 +132,26 @@ class AttentionActor:
         done = 0 if self._open is None else self._open.source.bytes_read
         return LoadState(min(done, self._total), self._total)
 
-    async def open_store(self) -> tuple[str, int]:
-        """Where the ranks of the next epoch meet, on this node. Called on rank 0 only."""
-        self._store, address = await asyncio.to_thread(
-            open_store, self._address, self._exchange_settings.join_deadline_s
-        )
+    # --- epochs -------------------------------------------------------------------------------
+
+    async def open_store(self, epoch: int) -> tuple[str, int]:
+        """Where the ranks of an epoch meet, on this node. Called on its rank 0 only."""
+        limit = self._exchange_settings.join_deadline_s
+        store, address = await asyncio.to_thread(open_store, self._address, limit)
+        self._stores[epoch] = store
         return address
 
-    async def join(self, roster: Roster | None, rank: int) -> None:
-        """Meets the other ranks and starts the engine. None: experts are in this process."""
-        exchange: Exchange
+    async def prepare(self, roster: Roster | None, rank: int) -> None:
+        """Meets the other ranks of an epoch, while the present one goes on. None: the experts are
+        in this process. Raises ExchangeError."""
+        assert self._model is not None, "load() before prepare()"
         if roster is None:
-            assert self._local is not None, "load(with_experts=True) before join(None)"
-            exchange = self._local
-        else:
-            exchange = self._mesh = await asyncio.to_thread(self._meet, roster, rank)
-        model = self._model
-        assert model is not None, "load() before join()"
-        state = await asyncio.to_thread(model.new_state, self._settings.pages, self._settings.slots)
-        engine = Engine(model, state, exchange, self._settings, model.config.eos)
-        boxes = Outboxes(asyncio.get_running_loop())
-        loop = EngineLoop(engine, boxes.publish, peers_open=self._peers_open)
-        self._rank, self._boxes, self._loop = rank, boxes, loop
-        loop.start()
-        loop.wake()  # another replica may have opened a step while this one was getting ready
+            assert self._local is not None, "load(with_experts=True) before prepare(None)"
+            return
+        self._elastic.offer(await asyncio.to_thread(self._meet, roster, rank))
 
     def _meet(self, roster: Roster, rank: int) -> MeshExchange:
-        assert self._model is not None, "load() before join()"
+        assert self._model is not None, "load() before prepare()"
         config = self._model.config
         return MeshExchange(
             roster,
@@ -150,12 +161,62 @@ class AttentionActor:
             top_k=config.experts_per_token,
             num_experts=config.num_experts,
             host=self._address,
+            dtype=self._model.dtype,
             device=self._model.device,
             on_wake=self._wake,
         )
 
+    async def discard(self, epoch: int) -> None:
+        """The epoch did not come about."""
+        self._elastic.discard(epoch)
+        self._stores.pop(epoch, None)
+
+    async def switch(self, epoch: int) -> None:
+        """Serves the prepared epoch from now on. A step in progress goes on in it, with the layer
+        it had in flight; the first time, and after the engine has failed, an engine starts."""
+        if self._local is None:
+            await asyncio.to_thread(self._elastic.switch, epoch)
+            for old in [number for number in self._stores if number < epoch]:
+                del self._stores[old]
+        if self._loop is None or self._loop.failed is not None:
+            await self._start_engine()
+
+    async def _start_engine(self) -> None:
+        model, counts, old = self._model, self._counts, self._loop
+        assert model is not None and counts is not None, "load() before switch()"
+        if old is not None:
+            await asyncio.to_thread(old.stop)
+        state = await asyncio.to_thread(model.new_state, self._settings.pages, self._settings.slots)
+        inner: Exchange = self._elastic if self._local is None else self._local
+        exchange = CountingExchange(inner, counts)
+        engine = Engine(model, state, exchange, self._settings, model.config.eos)
+        if self._boxes is None:
+            self._boxes = Outboxes(asyncio.get_running_loop())
+        self._loop = EngineLoop(engine, self._boxes.publish, peers_open=self._peers_open)
+        self._loop.start()
+        self._loop.wake()  # another replica may have opened a step while this one was getting ready
+
+    async def route(self, routing: Routing) -> int:
+        """Takes a new routing; returns once steps use it, with the version they use.
+
+        Returns an older version when the epoch ends before, or after FLIP_S.
+        """
+        epoch, end = self._elastic.epoch, time.monotonic() + FLIP_S
+        self._elastic.route(routing)
+        while self._elastic.version < routing.version and time.monotonic() < end:
+            if self._elastic.epoch != epoch or self._elastic.broken is not None:
+                break
+            await asyncio.sleep(FLIP_POLL_S)
+        return self._elastic.version
+
+    async def abort_epoch(self, epoch: int, reason: str) -> None:
+        """The epoch has lost a member: whoever waits for it here stops, and waits for the next."""
+        if self._elastic.epoch <= epoch:
+            await asyncio.to_thread(self._elastic.abort, reason)
+            self._wake()
+
     def _peers_open(self) -> bool:
-        return self._mesh is not None and self._mesh.peer_waiting
+        return self._local is None and self._elastic.peer_waiting
 
     def _wake(self) -> None:
         if self._loop is not None:
@@ -201,8 +262,8 @@ class AttentionActor:
 
     # --- watching -----------------------------------------------------------------------------
 
-    async def health(self, ingress: str = "") -> tuple[bool, str]:
-        """Whether a request sent now would be served: knocks at the engine's thread.
+    async def health(self, ingress: str = "") -> Health:
+        """Whether a request sent now would be served, now or when the next epoch is there.
 
         An ingress that passes its name shows that it lives. Once it has, its requests are aborted
         and its stream ends when it falls silent: Ray does not end the stream of a reader that
@@ -214,11 +275,29 @@ class AttentionActor:
             for lost in self._boxes.silent(INGRESS_SILENCE_S):
                 _log.warning("ingress %s is gone, its requests are aborted", lost)
                 self._boxes.abandon(lost, self._abort)
+        if self._loop is None:
+            return Health(False, "in no epoch yet" if self._loaded else "loading")
+        if self._loop.failed is not None:
+            return Health(False, self._loop.failed, lost=True)
+        stuck = await self._stuck()
+        return Health(not stuck, stuck)
+
+    async def pulse(self) -> Pulse:
+        """For the control plane; see Pulse."""
+        if self._loop is None:
+            return Pulse()
+        broken = self._elastic.broken
+        reason = "" if broken is None else str(broken)
+        failed = self._loop.failed
+        if failed is not None and broken is None:
+            return Pulse(self._elastic.epoch, stuck=f"its engine has failed: {failed}")
+        return Pulse(self._elastic.epoch, reason, await self._stuck())
+
+    async def _stuck(self) -> str:
+        """Why the engine's thread does not come round; "" when it does, or rightly waits."""
         loop = self._loop
-        if loop is None:
-            return False, "in no epoch yet" if self._loaded else "loading"
-        if loop.failed is not None:
-            return False, loop.failed
+        if loop is None or loop.failed is not None or self._elastic.held_seconds > 0:
+            return ""
         knocks = loop.engine.arrived
         loop.wake()
         for _ in range(int(KNOCK_S / 0.01)):
@@ -226,33 +305,47 @@ class AttentionActor:
                 break
             await asyncio.sleep(0.01)
         else:
-            return False, "the engine's thread does not answer"
+            return "the engine's thread does not answer"
         seconds = loop.seconds_in_step()
-        if seconds > self._step_limit_s:
-            return False, f"the engine's step has been running for {seconds:.0f} s"
-        return True, ""
+        if seconds > self._step_limit_s and self._elastic.held_seconds == 0:
+            return f"the engine's step has been running for {seconds:.0f} s"
+        return ""
 
     async def stats(self) -> bytes:
         """ReplicaStats as msgpack."""
-        stats = ReplicaStats(rank=self._rank)
+        stats = ReplicaStats(epoch=self._elastic.epoch, version=self._elastic.version)
         if self._loop is not None:
             stats.engine = self._loop.engine.stats()
-        if self._mesh is not None:
-            stats.rows_sent = self._mesh.rows_sent
-            stats.dispatch_seconds = self._mesh.dispatch_s
-            stats.combine_seconds = self._mesh.combine_s
+        if self._counts is not None:
+            stats.routing = self._counts.snapshot()
+        stats.rows_sent = self._elastic.rows_sent_total
+        stats.dispatch_seconds = self._elastic.dispatch_s
+        stats.combine_seconds = self._elastic.combine_s
+        stats.held_seconds = self._elastic.held_seconds
         return msgspec.msgpack.encode(stats)
 
-    async def fail(self, reason: str) -> None:
-        """The mesh is broken: every request ends with an error that says why, at once."""
-        if self._mesh is not None:
-            await asyncio.to_thread(self._mesh.abort, reason)
+    async def start_recording(self, tokens: int) -> None:
+        """Keeps the choices of the next `tokens` tokens, to be fetched by stop_recording."""
+        assert self._counts is not None, "load() before start_recording()"
+        self._counts.start_recording(tokens)
+
+    async def recorded(self) -> int:
+        """Tokens recorded so far."""
+        return 0 if self._counts is None else self._counts.recorded
+
+    async def stop_recording(self) -> bytes:
+        """counting.Trace as msgpack."""
+        assert self._counts is not None, "load() before stop_recording()"
+        return msgspec.msgpack.encode(self._counts.stop_recording())
+
+    async def give_up(self, reason: str) -> None:
+        """No next epoch is in sight: requests that wait for one end with this reason, at once."""
+        self._elastic.give_up(reason)
         self._wake()
 
     async def leave(self) -> None:
         """Stops the engine and ends the epoch. Requests still running end with an error."""
-        loop, mesh = self._loop, self._mesh
-        if loop is not None:
-            await asyncio.to_thread(loop.stop)
-        if mesh is not None:
-            await asyncio.to_thread(mesh.close)
+        self._elastic.give_up("the mesh is stopping")
+        if self._loop is not None:
+            await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._elastic.close)

@@ -31,20 +31,25 @@ class Recovery:
         return sum(len(ids) for layers in self.loads.values() for ids in layers.values())
 
 
-def recover(old: Placement, lost: frozenset[int], slots: int) -> Recovery:
+def recover(
+    old: Placement, lost: frozenset[int], slots: int, experts: int | None = None
+) -> Recovery:
     """The placement without the actors `lost`, with every expert held.
+
+    experts: per layer; unset: those that `old` names.
 
     No copy moves between survivors, so it can be served as soon as the orphans are loaded; what
     deserves more copies now is for the next plan. slots: per actor and layer.
     Raises NoCapacity when the experts do not fit.
     """
     survivors = tuple(actor for actor in range(old.actors) if actor not in lost)
-    _check_room(old, len(survivors), slots)
+    if experts is None:
+        experts = max(len({e for ids in held for e in ids}) for held in old.held.values())
+    _check_room(experts, len(survivors), slots)
     held, loads, drops = {}, _by_actor(len(survivors)), _by_actor(len(survivors))
     for layer, actors in old.held.items():
-        experts = {expert for ids in actors for expert in ids}
         rows = [list(actors[actor]) for actor in survivors]
-        missing = sorted(experts.difference(*rows)) if rows else sorted(experts)
+        missing = sorted(set(range(experts)).difference(*rows))
         for expert, actor, gone in seat_orphans(rows, missing, slots):
             loads[actor].setdefault(layer, []).append(expert)
             if gone is not None:
@@ -95,8 +100,7 @@ def seat_orphans(
     return seated
 
 
-def _check_room(old: Placement, survivors: int, slots: int) -> None:
-    experts = max(len({e for ids in held for e in ids}) for held in old.held.values())
+def _check_room(experts: int, survivors: int, slots: int) -> None:
     without = experts - survivors * slots
     if without > 0:
         raise NoCapacity(

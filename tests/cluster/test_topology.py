@@ -8,7 +8,7 @@ from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.topology import (
     Node,
     TopologyError,
-    bundles,
+    bundle_of,
     check_fits,
     gpus_per_actor,
     threads_by_rank,
@@ -34,15 +34,16 @@ def test_one_gpu_each_where_there_are_gpus() -> None:
     assert gpus_per_actor(settings(gpus_per_actor=0.5), nodes) == 0.5
     assert gpus_per_actor(settings(load=LoadSettings(model="/m", device="cpu")), nodes) == 0
     assert gpus_per_actor(settings(), [node("a", 2)]) == 0
-    assert bundles(settings(), 1) == [{"CPU": 1.0, "GPU": 1.0}] * 3
+    assert bundle_of(settings(), 1) == {"CPU": 1.0, "GPU": 1.0}
 
 
 def test_what_cannot_fit_is_refused_with_both_numbers() -> None:
-    check_fits(bundles(settings(), 0), {"CPU": 3.0})
+    three = [bundle_of(settings(), 0)] * 3
+    check_fits(three, {"CPU": 3.0})
     with pytest.raises(TopologyError, match="3 actors need 3 Ray CPU slots and the cluster has 2"):
-        check_fits(bundles(settings(), 0), {"CPU": 2.0})
+        check_fits(three, {"CPU": 2.0})
     with pytest.raises(TopologyError, match="GPU slots and the cluster has 0"):
-        check_fits(bundles(settings(), 1), {"CPU": 8.0})
+        check_fits([bundle_of(settings(), 1)] * 3, {"CPU": 8.0})
 
 
 def test_unknown_keys_are_refused_by_name() -> None:
@@ -52,9 +53,18 @@ def test_unknown_keys_are_refused_by_name() -> None:
         settings().expert_actors = 3  # type: ignore[misc]
 
 
-def test_actor_names_are_in_rank_order() -> None:
-    assert settings(name="m", attention_replicas=2, expert_actors=1).actor_names == (
-        "m-attention-0",
-        "m-attention-1",
-        "m-expert-0",
-    )
+@pytest.mark.parametrize(
+    ("experts", "actors", "slots"),
+    [(896, 64, 15), (8, 2, 8), (7, 3, 4), (8, 1, 8), (12, 5, 3)],
+)
+def test_unset_slots_are_the_fewest_that_let_any_one_actor_go(
+    experts: int, actors: int, slots: int
+) -> None:
+    assert settings().slots(experts, actors) == slots
+    if actors > 1:
+        assert (actors - 1) * slots >= experts > (actors - 1) * (slots - 1)
+
+
+def test_set_slots_are_taken_as_they_are() -> None:
+    assert settings(slots_per_actor=5).slots(8, 2) == 5
+    assert settings(slots_per_actor=50).slots(8, 2) == 8

@@ -1,30 +1,32 @@
 """The watcher's judgement, with answers that a test makes up in place of Ray's."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
 
+from expertmesh.actors.process import Pulse
 from expertmesh.cluster import watch as watch_module
-from expertmesh.cluster.membership import Member
+from expertmesh.cluster.membership import Bundle, Member, Worker
 from expertmesh.cluster.settings import WatchSettings
 from expertmesh.cluster.watch import Watch
 
-GOOD = (True, "")
+GOOD = Pulse(3)
 
 
 @dataclass(eq=False)
 class FakeActor:
-    """health.remote() returns itself; `answer` decides what becomes of the call."""
+    """pulse.remote() returns itself; `answer` decides what becomes of the call."""
 
-    answer: Any = GOOD  # a pair, an exception, or None: no answer
+    answer: Any = GOOD  # a pulse, an exception, or None: no answer
     calls: int = 0
-    health: Any = field(init=False)
+    pulse: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.health = self
+        self.pulse = self
 
     def remote(self) -> "FakeActor":
         self.calls += 1
@@ -43,60 +45,109 @@ class FakeRay:
         return call.answer
 
 
+class Seen:
+    """A watch, and what it has reported."""
+
+    def __init__(self, **actors: FakeActor) -> None:
+        self.lost: list[tuple[str, str]] = []
+        self.broken: list[tuple[int, str]] = []
+        self.watch = Watch(
+            WatchSettings(period_s=0.01, silence_s=0.3),
+            lambda worker, why: self.lost.append((worker.member.name, why)),
+            lambda epoch, why: self.broken.append((epoch, why)),
+        )
+        self.workers = [
+            Worker("expert", name, Member(name, 1, "host", "addr"), actor, Bundle(None, 0), "node")
+            for name, actor in actors.items()
+        ]
+        self.watch.follow(self.workers)
+
+    def until(self, reports: list[Any], limit_s: float = 5.0) -> Any:
+        """The one report that comes, and no other after it."""
+        end = time.monotonic() + limit_s
+        while not reports:
+            assert time.monotonic() < end, "nothing noticed"
+            time.sleep(0.005)
+        time.sleep(0.05)
+        assert len(reports) == 1, "reported once"
+        return reports[0]
+
+
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(watch_module, "ray", FakeRay)
     monkeypatch.setattr(watch_module, "HEARSAY_S", 0.15)
-    started: list[Watch] = []
+    started: list[Seen] = []
 
-    def start(**actors: FakeActor) -> list[tuple[str, str]]:
-        failures: list[tuple[str, str]] = []
-        members = {Member(name, 1, "host", "addr"): actor for name, actor in actors.items()}
-        settings = WatchSettings(period_s=0.01, silence_s=0.3)
-        started.append(Watch(members, settings, lambda who, why: failures.append((who.name, why))))
-        return failures
+    def start(**actors: FakeActor) -> Seen:
+        started.append(Seen(**actors))
+        return started[-1]
 
     yield start
-    for watch in started:
-        watch.stop()
-
-
-def until(failures: list[tuple[str, str]], limit_s: float = 5.0) -> tuple[str, str]:
-    end = time.monotonic() + limit_s
-    while not failures:
-        assert time.monotonic() < end, "nothing noticed"
-        time.sleep(0.005)
-    time.sleep(0.05)
-    assert len(failures) == 1, "one failure ends the watch"
-    return failures[0]
+    for seen in started:
+        seen.watch.stop()
 
 
 def test_healthy_actors_are_asked_again_and_again(watched: Any) -> None:
     a, b = FakeActor(), FakeActor()
-    failures = watched(a=a, b=b)
+    seen = watched(a=a, b=b)
     end = time.monotonic() + 5
     while min(a.calls, b.calls) < 5:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert failures == []
+    assert seen.lost == seen.broken == []
 
 
 def test_a_silent_actor_is_named_after_the_limit(watched: Any) -> None:
     began = time.monotonic()
-    who, why = until(watched(a=FakeActor(), b=FakeActor(None)))
+    seen = watched(a=FakeActor(), b=FakeActor(None))
+    who, why = seen.until(seen.lost)
     assert who == "b" and "does not answer" in why
     assert time.monotonic() - began > 0.3
 
 
-def test_a_dead_actor_is_named_rather_than_the_one_that_lost_its_connection(watched: Any) -> None:
-    witness, victim = FakeActor((False, "rank 1: connection closed by peer")), FakeActor(None)
-    failures = watched(witness=witness, victim=victim)
+def test_after_a_loss_the_others_are_watched_on(watched: Any) -> None:
+    a, b = FakeActor(), FakeActor(RayActorError())
+    seen = watched(a=a, b=b)
+    assert seen.until(seen.lost)[0] == "b"
+    calls = a.calls
+    a.answer = Pulse(3, stuck="its engine has failed")
+    end = time.monotonic() + 5
+    while len(seen.lost) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert seen.lost[1] == ("a", "its engine has failed") and a.calls > calls
+
+
+def test_a_death_explains_the_broken_epoch_that_others_tell_of(watched: Any) -> None:
+    witness = FakeActor(Pulse(3, "rank 1: connection closed by peer"))
+    victim = FakeActor(None)
+    seen = watched(witness=witness, victim=victim)
     time.sleep(0.05)
-    assert failures == []
+    assert seen.lost == seen.broken == []
     victim.answer = RayActorError()
-    who, why = until(failures)
-    assert who == "victim" and "has died" in why
+    who, why = seen.until(seen.lost)
+    assert who == "victim" and "has died" in why and seen.broken == []
 
 
-def test_what_an_actor_says_of_itself_counts_when_nothing_else_comes(watched: Any) -> None:
-    assert until(watched(a=FakeActor((False, "stuck")), b=FakeActor())) == ("a", "stuck")
+def test_a_broken_epoch_that_nothing_explains_is_reported_once(watched: Any) -> None:
+    witness = FakeActor(Pulse(3, "rank 1: connection closed by peer"))
+    seen = watched(witness=witness, other=FakeActor())
+    epoch, why = seen.until(seen.broken)
+    assert epoch == 3 and why == "witness: rank 1: connection closed by peer"
+    time.sleep(0.3)
+    assert len(seen.broken) == 1
+    witness.answer = Pulse(4, "again")
+    end = time.monotonic() + 5
+    while len(seen.broken) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert seen.broken[1] == (4, "witness: again") and seen.lost == []
+
+
+def test_who_is_not_followed_any_more_is_not_judged(watched: Any) -> None:
+    gone = FakeActor(None)
+    seen = watched(a=FakeActor(), gone=gone)
+    seen.watch.follow(seen.workers[:1])
+    time.sleep(0.5)
+    assert seen.lost == []

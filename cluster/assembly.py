@@ -1,0 +1,146 @@
+"""The workers of a mesh and the epoch they form: joining, losing, and making it whole again.
+
+No thread and no clock of its own: the controller calls it with its lock held.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from expertmesh.cluster.balancing.recovery import NoCapacity
+from expertmesh.cluster.crew import Crew, CrewError
+from expertmesh.cluster.epochs import form
+from expertmesh.cluster.membership import Epoch, Worker
+from expertmesh.cluster.placement import Placement
+from expertmesh.cluster.ranks import ExpertRanks, Share, share_of_newcomer
+from expertmesh.cluster.settings import ClusterSettings
+
+# How long all attention ranks may take to use a new routing: a step, and two messages.
+FLIP_S = 3.0
+
+
+class Assembly:
+    """attention and ranks: who is here, in rank order; epoch: the last one that was formed.
+
+    The two differ between a loss or an arrival and the next `form`.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        crew: Crew,
+        attention: Sequence[Worker],
+        ranks: ExpertRanks,
+    ) -> None:
+        """Workers that have loaded. Raises CrewError when they do not come together in a first
+        epoch."""
+        self._settings, self._crew = settings, crew
+        self.attention, self.ranks = list(attention), ranks
+        self.slots = settings.slots(ranks.experts, settings.expert_actors)
+        self.reloaded = 0  # copies read again because no survivor had one
+        self._number, self._version = -1, -1
+        # The first time all come from loading, and a busy machine may need its time.
+        self.epoch = self._form(settings.exchange.join_deadline_s)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [*self.attention, *self.ranks.workers]
+
+    @property
+    def newcomers(self) -> list[Worker]:
+        """Those who are in no epoch yet."""
+        return [worker for worker in self.workers if worker.member not in self.epoch.members]
+
+    def add(self, worker: Worker) -> None:
+        if worker.kind == "attention":
+            self.attention.append(worker)
+        else:
+            self.ranks.add(worker)
+
+    def remove(self, worker: Worker) -> None:
+        """Gone, or about to go. Copies that only this worker had are missing until `form`."""
+        if worker.kind == "attention":
+            self.attention.remove(worker)
+        else:
+            self.ranks.remove(worker)
+
+    def abort_epoch(self, reason: str) -> None:
+        """Their own deadlines tell the survivors too; this is sooner and names the culprit."""
+        for worker in self.attention:
+            worker.handle.abort_epoch.remote(self.epoch.number, reason)
+
+    def form(self) -> None:
+        """Makes one epoch of all workers, with every expert in it.
+
+        Raises NoCapacity when they cannot hold all experts, CrewError when somebody fails.
+        """
+        if not self.attention:
+            raise NoCapacity("no attention replica is left")
+        if self.ranks.placement.held:  # else the experts are with the attention half
+            self._seat_orphans()
+        self.epoch = self._form(self._settings.recovery.meet_s)
+        self._free_unplaced()
+
+    def _form(self, limit_s: float) -> Epoch:
+        self._number, self._version = self._number + 1, self._version + 1
+        workers, placement = (self.attention, self.ranks.workers), self.ranks.placement
+        return form(self._crew, self._number, self._version, *workers, placement, limit_s)
+
+    def _seat_orphans(self) -> None:
+        """Experts whose last copy was lost are loaded again by the workers that are left."""
+        recovery, workers = self.ranks.recovery(self.slots), self.ranks.workers
+
+        def ask(verb: str, shares: Mapping[int, Any], *more: Any) -> None:
+            asked = [workers[rank] for rank in shares]
+            calls = [
+                getattr(worker.handle, verb).remote(share, *more)
+                for worker, share in zip(asked, shares.values(), strict=True)
+            ]
+            self._crew.ask(asked, calls, verb.replace("_", " "), self._settings.load_timeout_s)
+
+        ask("drop", recovery.drops, self._version)
+        ask("load_more", recovery.loads)
+        self.reloaded += recovery.orphans
+        self.ranks.placement = recovery.placement
+        for rank, worker in enumerate(workers):
+            kept = recovery.placement.of_actor(rank)
+            worker.held = {
+                layer: tuple(dict.fromkeys((*worker.held.get(layer, ()), *ids)))
+                for layer, ids in kept.items()
+            }
+
+    def _free_unplaced(self) -> None:
+        """Copies that the placement does not name any more."""
+        for rank, worker in enumerate(self.ranks.workers):
+            placed = self.ranks.placement.of_actor(rank)
+            extra = {
+                layer: gone
+                for layer, ids in worker.held.items()
+                if (gone := tuple(set(ids) - set(placed.get(layer, ()))))
+            }
+            worker.held = placed
+            if extra:
+                worker.handle.drop.remote(extra, self.epoch.version)
+
+    def flip(self, placement: Placement) -> bool:
+        """Routes by `placement` from the next step on. Every copy it names must be in place.
+
+        False: some ranks use it and some do not. Both are right, as all copies are there; but
+        nothing may be dropped before a new epoch has started them all with the same.
+        """
+        self._version += 1
+        new = replace(self.epoch, placement=placement, version=self._version)
+        calls = [worker.handle.route.remote(new.routing()) for worker in self.attention]
+        try:
+            versions = self._crew.ask(self.attention, calls, "take the new routing", FLIP_S)
+        except CrewError:
+            versions = [-1]
+        self.ranks.placement = placement
+        if any(version != new.version for version in versions):
+            return False
+        self.epoch = new
+        return True
+
+    def share(self, loads: Mapping[int, Any] | None, promised: Sequence[Share]) -> Share:
+        """What the next expert actor to join should load; see share_of_newcomer."""
+        return share_of_newcomer(self.ranks, self.slots, loads, promised)

@@ -1,0 +1,391 @@
+"""The control plane of one mesh: who is in it, and what happens when that changes.
+
+One thread decides. Losses, arrivals and wishes reach it through a queue; it first makes the present
+workers one working epoch again, then makes their number what it should be. What takes long
+(starting a process, loading, copying experts) runs beside it and reports through the same queue.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from expertmesh.cluster.assembly import Assembly
+from expertmesh.cluster.balancing.recovery import NoCapacity
+from expertmesh.cluster.crew import Crew, CrewError
+from expertmesh.cluster.directory import Directory, ScaleError
+from expertmesh.cluster.events import (
+    Drained,
+    EpochBroken,
+    Event,
+    Joined,
+    NotJoined,
+    Retry,
+    WorkerLost,
+)
+from expertmesh.cluster.membership import Kind, Worker
+from expertmesh.cluster.placement import Placement
+from expertmesh.cluster.ranks import Share
+from expertmesh.cluster.recruits import Recruits
+from expertmesh.cluster.settings import ClusterSettings
+from expertmesh.cluster.watch import Watch
+
+_log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+# Attempts to make an epoch of the same workers before the mesh counts as unable to.
+ATTEMPTS = 4
+RETRY_S = 2.0
+# How long a leaving attention replica may go on with requests that do not move.
+DRAIN_S = 10.0
+
+
+@dataclass
+class Counts:
+    """What has happened since the mesh started. recovery_s: of the last recovery."""
+
+    failovers: int = 0
+    losses: int = 0
+    joins: int = 0
+    failed_joins: int = 0
+    recovery_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """state: ready | recovering | unserviceable | stopped. since: monotonic, of the trouble."""
+
+    state: str = "ready"
+    reason: str = ""
+    since: float = field(default_factory=time.monotonic)
+
+
+class Controller:
+    """Owns the membership of a mesh from its first epoch on."""
+
+    def __init__(self, settings: ClusterSettings, crew: Crew, mesh: Assembly) -> None:
+        self.settings, self._crew, self.mesh = settings, crew, mesh
+        self.lock = threading.RLock()  # guards `mesh` and what follows
+        self.loads: Mapping[int, Any] | None = None  # layer -> hits [E], once there was traffic
+        self.counts, self.last_error = Counts(), ""
+        self.status = Status()
+        self._dirty = False  # the epoch is not what the workers here should be
+        self._desired: dict[Kind, int] = {
+            "attention": len(mesh.attention),
+            "expert": len(mesh.ranks.workers),
+        }
+        self._filling: dict[str, Kind] = {}  # by seat
+        self._promised: dict[str, Share] = {}  # what will be held in seats that are being filled
+        self._tries: dict[str, int] = {}  # attempts to replace the lost worker of a seat
+        self._given_up: dict[str, Kind] = {}  # seats whose worker could not be replaced
+        self._leaving: set[Worker] = set()
+        self._released: list[Worker] = []  # they end as soon as there is an epoch without them
+        self._bundles = {worker.seat: worker.bundle for worker in mesh.workers}
+        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._published = threading.Condition()
+        self._directory = Directory()
+        self._recruits = Recruits(settings, crew, self.post, self._share)
+        self._watch = Watch(
+            settings.watch,
+            lambda worker, why: self.post(WorkerLost(worker, why)),
+            lambda epoch, why: self.post(EpochBroken(epoch, why)),
+        )
+        self._watch.follow(mesh.workers)
+        self._publish()
+        self._thread = threading.Thread(target=self._main, name="mesh-control", daemon=True)
+        self._thread.start()
+
+    def post(self, event: Event) -> None:
+        """From any thread."""
+        self._inbox.put(event)
+
+    def stop(self) -> None:
+        """No decision is taken any more. The workers are the caller's to end."""
+        self._watch.stop()
+        self._recruits.stop()
+        self._inbox.put(None)
+        self._thread.join(10.0)
+        self._enter("stopped", "the mesh was stopped")
+
+    # --- what others may ask, from any thread ---------------------------------------------------
+
+    def directory(self, seen: int, wait_s: float) -> Directory:
+        """The directory, as soon as it is another than version `seen`, at the latest after wait_s.
+
+        Judged when asked: a recovery that takes too long turns it red without any event.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            self._publish()
+            with self._published:
+                if self._directory.version != seen or time.monotonic() >= end:
+                    return self._directory
+                self._published.wait(min(TICK_S, max(0.0, end - time.monotonic())))
+
+    def scale(self, experts: int | None, attention: int | None, dry_run: bool = False) -> None:
+        """Sets how many workers there should be. Raises ScaleError; dry_run: does nothing else."""
+        with self.lock:
+            if experts is not None:
+                self._check_experts(experts)
+            if attention is not None and attention < 1:
+                raise ScaleError(f"attention {attention}: at least 1 replica", "attention")
+            if dry_run:
+                return
+            if experts is not None:
+                self._desired["expert"] = experts
+                if self.settings.slots_per_actor is None:
+                    self.mesh.slots = max(self.mesh.slots, -(-self.mesh.ranks.experts // experts))
+            if attention is not None:
+                self._desired["attention"] = attention
+            self._given_up.clear()  # whoever asks again means it
+            self._tries = dict.fromkeys(self._tries, 0)
+        self.post(Retry())
+
+    def _check_experts(self, wanted: int) -> None:
+        experts, least = self.mesh.ranks.experts, 1
+        if self._desired["expert"] == 0:
+            raise ScaleError("experts: this mesh has no expert actors to scale", "experts")
+        if self.settings.slots_per_actor is not None:
+            least = -(-experts // self.mesh.slots)
+        if not least <= wanted <= experts:
+            raise ScaleError(
+                f"experts {wanted}: {experts} experts per layer fit {least} to {experts} actors",
+                "experts",
+            )
+
+    def desired(self) -> dict[Kind, int]:
+        with self.lock:
+            return dict(self._desired)
+
+    def leaving(self) -> frozenset[Worker]:
+        """Workers that end once nothing depends on them: nobody else moves copies off experts."""
+        with self.lock:
+            return frozenset(self._leaving)
+
+    def flip(self, epoch: int, placement: Placement) -> bool:
+        """Routes by `placement` from the next step on, if the mesh still is in that epoch.
+
+        Every copy it names must be in place. False: drop nothing, a new epoch is on its way.
+        """
+        with self.lock:
+            if self._dirty or self.mesh.epoch.number != epoch or self.status.state != "ready":
+                return False
+            if self.mesh.flip(placement):
+                return True
+            self._dirty = True
+        self.post(Retry())
+        return False
+
+    # --- the control thread ---------------------------------------------------------------------
+
+    def _main(self) -> None:
+        while (event := self._inbox.get()) is not None:
+            try:
+                with self.lock:
+                    self._absorb(event)
+                    if self._dirty:
+                        self._repair()
+                    self._reconcile()
+                    self._watch.follow(self.mesh.workers)
+            except Exception:
+                _log.exception("the control thread stumbled over %s", event)
+                self._retry_later()
+            self._publish()
+
+    def _absorb(self, event: Event) -> None:
+        """Takes note; the work is in _repair and _reconcile."""
+        if isinstance(event, WorkerLost):
+            self._lose(event.worker, event.reason)
+        elif isinstance(event, EpochBroken):
+            if event.epoch == self.mesh.epoch.number and self.status.state == "ready":
+                self._dirty = True
+                self._enter("recovering", event.reason)
+        elif isinstance(event, Joined):
+            self._join(event.worker)
+        elif isinstance(event, NotJoined):
+            self._miss(event.kind, event.seat, event.reason, final=True)
+        elif isinstance(event, Drained) and event.worker in self._leaving:
+            self._leaving.discard(event.worker)
+            self.mesh.remove(event.worker)
+            self._released.append(event.worker)
+            self._dirty = True
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        if worker not in self.mesh.workers:
+            return
+        why = f"{worker} {reason}"
+        self.counts.losses += 1
+        self.mesh.remove(worker)
+        self.mesh.abort_epoch(why)
+        self._dirty = True
+        self._enter("recovering", why)
+        self._end([worker])  # a stopped process must not come back
+        if worker in self._leaving:
+            self._leaving.discard(worker)
+            self._crew.give_back(self._bundles.pop(worker.seat))
+        else:
+            self._tries.setdefault(worker.seat, 0)
+
+    def _join(self, worker: Worker) -> None:
+        self._filling.pop(worker.seat, None)
+        self._promised.pop(worker.seat, None)
+        self._bundles[worker.seat] = worker.bundle
+        self.mesh.add(worker)
+        self._dirty = True
+
+    def _miss(self, kind: Kind, seat: str, reason: str, final: bool) -> None:
+        """The seat stays empty. final: nobody will come if nobody is called again."""
+        self._filling.pop(seat, None)
+        self._promised.pop(seat, None)
+        self.counts.failed_joins += 1
+        self.last_error = f"{seat}: {reason}"
+        _log.warning("%s", self.last_error)
+        if seat not in self._tries:
+            self._desired[kind] -= 1  # a wish that did not come true is withdrawn
+            if seat in self._bundles:
+                self._crew.give_back(self._bundles.pop(seat))
+            return
+        self._tries[seat] += 1
+        if final or self._tries[seat] > self.settings.recovery.restarts:
+            self._given_up[seat] = kind  # until somebody asks for it
+
+    # --- one working epoch ----------------------------------------------------------------------
+
+    def _repair(self) -> None:
+        """Makes the present workers one epoch that holds every expert, if they can."""
+        began = time.monotonic()
+        for _ in range(ATTEMPTS):
+            self._hear_losses()
+            joining = len(self.mesh.newcomers)
+            try:
+                self.mesh.form()
+            except NoCapacity as error:
+                self._dirty = False  # until somebody joins
+                self._enter("unserviceable", f"{error} ({self.status.reason})")
+                return
+            except CrewError as error:
+                _log.warning("no new epoch: %s", error)
+                if self._back_out():
+                    continue
+                return
+            self.counts.joins += joining
+            if self.status.state != "ready":
+                self.counts.failovers += 1
+                self.counts.recovery_s = time.monotonic() - began
+            self._dirty = False
+            self._enter("ready", "")
+            self._settle()
+            return
+        self._enter("unserviceable", f"the actors do not come together ({self.status.reason})")
+        self._retry_later()
+
+    def _hear_losses(self) -> None:
+        """Whoever else was lost meanwhile must not be waited for."""
+        while not self._inbox.empty():
+            event = self._inbox.get()
+            if event is None:
+                self._inbox.put(None)
+                return
+            self._absorb(event)
+
+    def _back_out(self) -> bool:
+        """After a failed attempt newcomers go: the epoch before them worked, or will without them.
+
+        Returns whether to try again; not when the old epoch is still there and right.
+        """
+        newcomers = self.mesh.newcomers
+        for worker in newcomers:
+            self.mesh.remove(worker)
+            reason = f"{worker} did not come into the new epoch"
+            self._miss(worker.kind, worker.seat, reason, final=False)
+        self._end(newcomers)
+        if newcomers and self.status.state == "ready" and not self._released:
+            self._dirty = False
+            return False
+        time.sleep(TICK_S)  # the watch may know by then who is to blame
+        return True
+
+    # --- the number of workers ------------------------------------------------------------------
+
+    def _reconcile(self) -> None:
+        kinds: tuple[Kind, Kind] = ("attention", "expert")
+        for kind in kinds:
+            here = [w for w in self.mesh.workers if w.kind == kind and w not in self._leaving]
+            coming = [*self._filling.values(), *self._given_up.values()].count(kind)
+            missing = self._desired[kind] - len(here) - coming
+            for _ in range(missing):
+                self._fill(kind)
+            if missing < 0 and here and not coming and self.status.state == "ready":
+                self._leave(here[-1])
+
+    def _fill(self, kind: Kind) -> None:
+        taken = {worker.seat for worker in self.mesh.workers}
+        taken |= self._filling.keys() | self._given_up.keys()
+        seat = next(s for i in range(len(taken) + 1) if (s := f"{kind}-{i}") not in taken)
+        bundle = self._bundles.get(seat)
+        # A seat with a bundle had somebody in it: that one is replaced with patience.
+        attempts = 1 if bundle is None else 1 + self.settings.recovery.restarts
+        self._filling[seat] = kind
+        self._recruits.fill(kind, seat, bundle, attempts)
+
+    def _leave(self, worker: Worker) -> None:
+        """An attention replica drains by itself; the copies of an expert actor are moved away by
+        whoever plans the balance, who then posts Drained."""
+        self._leaving.add(worker)
+        if worker.kind == "attention":
+            self._recruits.drain(worker, DRAIN_S)
+
+    def _share(self, seat: str) -> Share:
+        with self.lock:
+            share = self.mesh.share(self.loads, list(self._promised.values()))
+            self._promised[seat] = share
+            return share
+
+    def _settle(self) -> None:
+        """There is a new epoch: who was waiting to be in it is, and who was waiting to go may."""
+        for worker in self.mesh.workers:
+            self._tries.pop(worker.seat, None)
+        released, self._released = self._released, []
+        self._end(released)
+        for worker in released:
+            self._crew.give_back(self._bundles.pop(worker.seat))
+
+    def _end(self, workers: list[Worker]) -> None:
+        if workers:
+            threading.Thread(target=self._crew.end, args=(workers,), daemon=True).start()
+
+    def _retry_later(self) -> None:
+        timer = threading.Timer(RETRY_S, self.post, (Retry(),))
+        timer.daemon = True
+        timer.start()
+
+    # --- what front doors see -------------------------------------------------------------------
+
+    def _enter(self, state: str, reason: str) -> None:
+        old = self.status
+        if (state, reason) != (old.state, old.reason):
+            trouble_goes_on = "ready" not in (state, old.state)
+            since = old.since if trouble_goes_on else time.monotonic()
+            self.status = Status(state, reason, since)
+            self._publish()
+
+    def _publish(self) -> None:
+        status = self.status
+        patient = time.monotonic() - status.since < self.settings.recovery.grace_s
+        serving = status.state == "ready" or (status.state == "recovering" and patient)
+        replicas = tuple(
+            (worker.seat, worker.member.name)
+            for worker in tuple(self.mesh.attention)
+            if worker not in self._leaving
+        )
+        with self._published:
+            old = self._directory
+            new = Directory(old.version, replicas, serving, "" if serving else status.reason)
+            if new != old:
+                self._directory = msgspec.structs.replace(new, version=old.version + 1)
+                self._published.notify_all()

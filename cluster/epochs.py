@@ -1,0 +1,51 @@
+"""Making an epoch: all ranks meet beside the running one, then everybody moves over."""
+
+import contextlib
+from collections.abc import Sequence
+
+from ray.exceptions import RayError
+
+from expertmesh.cluster.crew import Crew, CrewError
+from expertmesh.cluster.membership import Epoch, Worker
+from expertmesh.cluster.placement import Placement
+
+
+def form(
+    crew: Crew,
+    number: int,
+    version: int,
+    attention: Sequence[Worker],
+    experts: Sequence[Worker],
+    placement: Placement,
+    meet_s: float,
+) -> Epoch:
+    """Makes epoch `number` of these workers, in rank order, and moves everybody into it.
+
+    Until all have met, the present epoch goes on serving, and a failure leaves it as it was. Then
+    each attention rank moves to the new one and sends again what it had in flight in the old one.
+    version: of the routing that the placement is. Numbers and versions only ever grow. Raises
+    CrewError.
+    """
+    everybody = [*attention, *experts]
+    members = tuple(w.member for w in attention), tuple(w.member for w in experts)
+    try:
+        store = ("", 0)
+        if experts:
+            opened = attention[0].handle.open_store.remote(number)
+            (store,) = crew.ask(attention[:1], [opened], "open a store", meet_s)
+        epoch = Epoch(number, *members, placement, store, version)
+        # The whole placement, once instead of per actor.
+        roster = crew.share(epoch.roster()) if experts else None
+        calls = [worker.handle.prepare.remote(roster, r) for r, worker in enumerate(everybody)]
+        crew.ask(everybody, calls, f"join epoch {number}", meet_s)
+    except CrewError:
+        for worker in everybody:
+            with contextlib.suppress(RayError):
+                worker.handle.discard.remote(number)
+        raise
+    # No way back from here: whoever does not follow has to be left behind in the next one.
+    calls = [worker.handle.switch.remote(number) for worker in attention]
+    crew.ask(attention, calls, f"move to epoch {number}", meet_s)
+    for worker in experts:
+        worker.handle.retire.remote(number)
+    return epoch

@@ -1,0 +1,46 @@
+"""What the controller hears of: facts, in the order in which they reach it."""
+
+from typing import NamedTuple
+
+from expertmesh.cluster.membership import Kind, Worker
+
+
+class WorkerLost(NamedTuple):
+    """The process died, fell silent or is stuck."""
+
+    worker: Worker
+    reason: str
+
+
+class EpochBroken(NamedTuple):
+    """Ranks of the epoch cannot reach each other, though all of them live."""
+
+    epoch: int
+    reason: str
+
+
+class Joined(NamedTuple):
+    """A new worker has loaded its share and waits for an epoch with it."""
+
+    worker: Worker
+
+
+class NotJoined(NamedTuple):
+    """The attempts to fill the seat have been given up."""
+
+    kind: Kind
+    seat: str
+    reason: str
+
+
+class Drained(NamedTuple):
+    """Nothing depends on this worker any more: it may go."""
+
+    worker: Worker
+
+
+class Retry(NamedTuple):
+    """A moment has passed since the last attempt to make an epoch failed."""
+
+
+Event = WorkerLost | EpochBroken | Joined | NotJoined | Drained | Retry

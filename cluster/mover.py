@@ -1,0 +1,136 @@
+"""Carrying out a plan under traffic: copy, verify, flip the routing, forget; wave by wave."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayError
+
+from expertmesh.cluster.balancing.plan import Drop, Move, Plan
+from expertmesh.cluster.balancing.waves import Wave, schedule
+from expertmesh.cluster.controller import Controller
+from expertmesh.cluster.crew import Crew, CrewError
+from expertmesh.cluster.membership import Worker
+
+_log = logging.getLogger(__name__)
+
+
+class PlanAbandoned(RuntimeError):
+    """The rest of a plan was given up; what was routed is still right. Says why."""
+
+
+@dataclass
+class Moves:
+    """What has been moved since the mesh started."""
+
+    plans: int = 0
+    failed: int = 0
+    copies: int = 0
+    seconds: float = 0.0
+    finished_at: float | None = None  # monotonic
+    last_error: str = ""
+    waves: list[float] = field(default_factory=list)  # seconds of the waves of the last plan
+
+
+class Mover:
+    """Executes plans one at a time, from the thread that calls it.
+
+    Never holds up a step: copies travel between the actors' side threads, and a flip only says
+    which of two complete sets of copies the next steps use.
+    """
+
+    def __init__(self, controller: Controller, crew: Crew, transfer_s: float) -> None:
+        self._controller, self._crew, self._transfer_s = controller, crew, transfer_s
+        self.moves = Moves()
+
+    def carry_out(self, plan: Plan, epoch: int, workers: Sequence[Worker], slots: int) -> None:
+        """Makes the plan's placement the one in use. workers: by expert rank, in that epoch.
+
+        Raises PlanAbandoned when a copy fails or the epoch ends; nothing half-moved is routed.
+        """
+        began = time.monotonic()
+        self.moves.waves = []
+        try:
+            for wave in schedule(plan, plan.old, slots):
+                self._wave(wave, epoch, workers)
+                self.moves.waves.append(time.monotonic() - began - sum(self.moves.waves))
+        except PlanAbandoned as error:
+            self.moves.failed += 1
+            self.moves.last_error = str(error)
+            raise
+        self.moves.plans += 1
+        self.moves.finished_at = time.monotonic()
+        self.moves.seconds += self.moves.finished_at - began
+
+    def _wave(self, wave: Wave, epoch: int, workers: Sequence[Worker]) -> None:
+        staged: list[Move] = []
+        try:
+            for batch in wave.rounds:
+                self._copy(batch, workers)
+                staged += batch
+            flipped = self._controller.flip(epoch, wave.placement)
+        except CrewError as error:
+            self._forget(_drops_of(staged), workers)
+            raise PlanAbandoned(str(error)) from error
+        if not flipped:
+            # Whoever made the next epoch frees what its placement does not name.
+            self._forget(_drops_of(staged), workers, unless_placed=True)
+            raise PlanAbandoned(f"epoch {epoch} ended while copies were on their way")
+        self.moves.copies += len(staged)
+        self._forget(wave.drops, workers)
+
+    def _copy(self, batch: Iterable[Move], workers: Sequence[Worker]) -> None:
+        """One round: every actor talks to one peer. Returns when all copies are verified."""
+        targets, calls = [], list[Any]()
+        for move in batch:
+            target, source = workers[move.target], workers[move.source]
+            target.held = _with(target.held, move.layer, move.expert)
+            targets.append(target)
+            calls.append(
+                target.handle.adopt.remote(move.layer, move.expert, source.handle, self._transfer_s)
+            )
+        try:
+            self._crew.ask(targets, calls, "adopt an expert", self._transfer_s + 5.0)
+        except CrewError:
+            # What is still on its way must have landed before it can be forgotten.
+            self._crew.wait(calls, self._transfer_s)
+            raise
+
+    def _forget(
+        self, drops: Iterable[Drop], workers: Sequence[Worker], unless_placed: bool = False
+    ) -> None:
+        controller = self._controller
+        by_actor: dict[int, dict[int, list[int]]] = {}
+        for layer, expert, actor in drops:
+            by_actor.setdefault(actor, {}).setdefault(layer, []).append(expert)
+        with controller.lock:
+            version, ranks = controller.mesh.epoch.version, controller.mesh.ranks
+            for actor, gone in by_actor.items():
+                worker = workers[actor]
+                if unless_placed and worker in ranks.workers:
+                    placed = ranks.placement.of_actor(ranks.rank_of(worker))
+                    gone = {
+                        layer: [e for e in ids if e not in placed[layer]]
+                        for layer, ids in gone.items()
+                    }
+                for layer, ids in gone.items():
+                    worker.held = _without(worker.held, layer, ids)
+                with contextlib.suppress(RayError):
+                    worker.handle.drop.remote(gone, version)
+
+
+def _drops_of(moves: Iterable[Move]) -> list[Drop]:
+    return [Drop(move.layer, move.expert, move.target) for move in moves]
+
+
+def _with(held: dict[int, tuple[int, ...]], layer: int, expert: int) -> dict[int, tuple[int, ...]]:
+    return {**held, layer: (*held.get(layer, ()), expert)}
+
+
+def _without(
+    held: dict[int, tuple[int, ...]], layer: int, ids: Iterable[int]
+) -> dict[int, tuple[int, ...]]:
+    return {**held, layer: tuple(set(held.get(layer, ())) - set(ids))}

@@ -1,0 +1,234 @@
+"""The failure state machine over made-up workers: losses, arrivals, wishes, in any order."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from expertmesh.cluster.directory import ScaleError
+from expertmesh.cluster.events import Drained, EpochBroken
+from expertmesh.cluster.placement import Placement
+from expertmesh.cluster.settings import RecoverySettings
+from tests.support.fake_mesh import FakeMesh
+
+QUICK = RecoverySettings(grace_s=0.05)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[FakeMesh] = []
+
+    def start(**settings: Any) -> FakeMesh:
+        made.append(FakeMesh(monkeypatch, **settings))
+        return made[-1]
+
+    yield start
+    for mesh in made:
+        mesh.controller.stop()
+
+
+def state(mesh: FakeMesh) -> str:
+    return mesh.controller.status.state
+
+
+def test_a_lost_expert_actor_is_absorbed_by_the_others_and_replaced(make: Any) -> None:
+    mesh = make()
+    victim = mesh.mesh.ranks.workers[1]
+    mesh.kill(victim)
+    mesh.settle(lambda: mesh.mesh.epoch.number == 1)
+    mesh.check()
+    assert state(mesh) == "ready" and mesh.mesh.reloaded == 6  # 3 experts of each of 2 layers
+    assert victim in mesh.crew.ended
+    assert [(kind, seat) for kind, seat, _, _ in mesh.recruits.wanted] == [("expert", "expert-1")]
+    assert mesh.recruits.wanted[0][2] is victim.bundle
+    newcomer = mesh.recruits.arrive()
+    mesh.settle(lambda: mesh.mesh.epoch.number == 2)
+    mesh.check()
+    assert newcomer in mesh.mesh.ranks.workers and newcomer.seat == "expert-1"
+
+
+def test_too_few_slots_say_so_and_serve_again_when_somebody_comes(make: Any) -> None:
+    mesh = make(slots_per_actor=4, recovery=QUICK)
+    mesh.kill(*mesh.mesh.ranks.workers[1:])
+    mesh.settle(lambda: state(mesh) == "unserviceable")
+    directory = mesh.controller.directory(-1, 0)
+    assert not directory.serving and "4 of 8 experts per layer have no room" in directory.reason
+    assert "was killed" in directory.reason
+    mesh.recruits.arrive()
+    mesh.settle(lambda: state(mesh) == "ready")
+    mesh.check()
+    assert mesh.controller.directory(-1, 0).serving
+
+
+def test_all_expert_actors_at_once_come_back_with_different_shares(make: Any) -> None:
+    mesh = make(recovery=QUICK)
+    mesh.kill(*mesh.mesh.ranks.workers)
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 3)
+    assert state(mesh) == "unserviceable"
+    for _ in range(3):
+        mesh.recruits.arrive()
+    mesh.settle(lambda: state(mesh) == "ready" and len(mesh.mesh.ranks.workers) == 3)
+    mesh.check()
+
+
+def test_without_attention_nothing_serves_until_one_is_back(make: Any) -> None:
+    mesh = make(attention=1, recovery=QUICK)
+    mesh.kill(mesh.mesh.attention[0])
+    mesh.settle(lambda: state(mesh) == "unserviceable")
+    assert mesh.controller.directory(-1, 0).replicas == ()
+    worker = mesh.recruits.arrive()
+    mesh.settle(lambda: state(mesh) == "ready")
+    mesh.check()
+    assert mesh.controller.directory(-1, 0).replicas == (("attention-0", worker.member.name),)
+
+
+def test_a_recovery_is_green_for_its_grace_and_red_after_it(make: Any) -> None:
+    mesh = make(recovery=QUICK)
+    mesh.controller._enter("recovering", "expert-1 has died")
+    assert mesh.controller.directory(-1, 0).serving
+    seen = mesh.controller.directory(-1, 0).version
+    red = mesh.controller.directory(seen, 5.0)
+    assert not red.serving and red.reason == "expert-1 has died"
+
+
+def test_a_broken_epoch_of_living_workers_is_made_again(make: Any) -> None:
+    mesh = make()
+    members = mesh.mesh.epoch.members
+    mesh.post(EpochBroken(0, "connection closed by peer"))
+    mesh.settle(lambda: mesh.mesh.epoch.number == 1)
+    mesh.check()
+    assert mesh.mesh.epoch.members == members and mesh.controller.counts.losses == 0
+    mesh.post(EpochBroken(0, "old news"))
+    mesh.settle()
+    assert mesh.mesh.epoch.number == 1
+
+
+def test_a_join_that_fails_leaves_the_old_epoch_serving(make: Any) -> None:
+    mesh = make()
+    mesh.controller.scale(experts=4, attention=None)
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
+    worker = mesh.recruits.arrive()
+    worker.handle.dead = True  # it loaded, then died before it could meet the others
+    mesh.settle(lambda: mesh.controller.counts.failed_joins == 1)
+    assert state(mesh) == "ready" and mesh.mesh.epoch.number == 0
+    assert mesh.controller.desired()["expert"] == 3
+    assert worker in mesh.crew.ended and worker.bundle.group not in mesh.crew.bundles
+    mesh.settle(lambda: mesh.recruits.wanted == [])
+    mesh.check()
+
+
+def test_a_seat_that_cannot_be_filled_is_left_until_somebody_asks(make: Any) -> None:
+    mesh = make()
+    mesh.kill(mesh.mesh.ranks.workers[0])
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
+    assert mesh.recruits.wanted[0][3] == 6  # one attempt and five restarts
+    mesh.recruits.fail()
+    mesh.settle(lambda: mesh.controller.counts.failed_joins == 1)
+    mesh.settle()
+    assert mesh.recruits.wanted == [] and state(mesh) == "ready"
+    mesh.controller.scale(experts=3, attention=None)
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
+
+
+def test_scaling_down_waits_for_the_copies_and_gives_the_place_back(make: Any) -> None:
+    mesh = make()
+    mesh.controller.scale(experts=2, attention=1)
+    mesh.settle(lambda: len(mesh.controller.leaving()) == 2)
+    replica = mesh.recruits.draining[0]
+    assert [seat for seat, _ in mesh.controller.directory(-1, 0).replicas] == ["attention-0"]
+    mesh.post(Drained(replica))
+    mesh.settle(lambda: mesh.mesh.epoch.number == 1)
+    leaving = mesh.mesh.ranks.workers[-1]
+    held = {
+        layer: (actors[0] + actors[2], actors[1], ())
+        for layer, actors in mesh.mesh.ranks.placement.held.items()
+    }
+    first = mesh.mesh.ranks.workers[0]
+    for layer, actors in held.items():
+        first.handle.held[layer] = set(actors[0])
+    assert mesh.controller.flip(1, Placement(held))
+    mesh.post(Drained(leaving))
+    mesh.settle(lambda: mesh.mesh.epoch.number == 2)
+    mesh.check()
+    assert leaving in mesh.crew.ended and leaving.bundle.group not in mesh.crew.bundles
+
+
+def test_a_rank_that_does_not_flip_gets_a_new_epoch(make: Any) -> None:
+    mesh = make()
+    placement = mesh.mesh.ranks.placement
+    mesh.mesh.attention[1].handle.deaf = True
+    assert not mesh.controller.flip(0, placement)
+    mesh.settle(lambda: mesh.mesh.epoch.number == 1)
+    mesh.check()
+
+
+def test_a_flip_for_another_epoch_changes_nothing(make: Any) -> None:
+    mesh = make()
+    assert not mesh.controller.flip(7, Placement({}))
+    mesh.check()
+
+
+def test_wishes_that_cannot_be_met_are_refused_with_the_field(make: Any) -> None:
+    mesh = make(slots_per_actor=4)
+    for experts, attention, field, text in (
+        (1, None, "experts", "8 experts per layer fit 2 to 8 actors"),
+        (9, None, "experts", "fit 2 to 8 actors"),
+        (None, 0, "attention", "at least 1 replica"),
+    ):
+        with pytest.raises(ScaleError, match=text) as caught:
+            mesh.controller.scale(experts, attention)
+        assert caught.value.field == field
+    mesh.controller.scale(experts=5, attention=None, dry_run=True)
+    mesh.settle()
+    assert mesh.controller.desired()["expert"] == 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_events_ends_in_a_mesh_that_serves(make: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    mesh = make(recovery=QUICK, slots_per_actor=draw.choice([None, 4, 8]))
+
+    def kill() -> None:
+        mesh.kill(
+            *draw.sample(mesh.mesh.workers, min(len(mesh.mesh.workers), draw.choice([1, 1, 2])))
+        )
+
+    def arrive() -> None:
+        if mesh.recruits.wanted:
+            worker = mesh.recruits.arrive(draw.randrange(len(mesh.recruits.wanted)))
+            worker.handle.dead = draw.random() < 0.2
+
+    def fail() -> None:
+        if mesh.recruits.wanted:
+            mesh.recruits.fail(draw.randrange(len(mesh.recruits.wanted)))
+
+    def scale() -> None:
+        mesh.controller.scale(draw.randint(3, 6), draw.randint(1, 3))
+
+    def drain() -> None:
+        for worker in mesh.controller.leaving():
+            if worker.kind == "attention":
+                mesh.post(Drained(worker))
+
+    def tear() -> None:
+        mesh.post(EpochBroken(mesh.mesh.epoch.number, "made up"))
+
+    for _ in range(60):
+        draw.choice([kill, arrive, arrive, arrive, fail, scale, drain, tear])()
+        if draw.random() < 0.7:
+            mesh.settle()
+            mesh.check()
+    for _ in range(40):  # from here on everything succeeds
+        mesh.controller.scale(4, 2)
+        mesh.settle()
+        drain()
+        while mesh.recruits.wanted:
+            mesh.recruits.arrive()
+        mesh.settle()
+        if state(mesh) == "ready" and len(mesh.mesh.ranks.workers) >= 4:
+            break
+    mesh.settle(lambda: state(mesh) == "ready")
+    mesh.check()
+    assert len(mesh.mesh.ranks.workers) >= 4 and mesh.mesh.attention
+    assert not any(worker.handle.dead for worker in mesh.mesh.workers)
