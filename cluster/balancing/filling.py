@@ -1,18 +1,19 @@
 """Which experts free slots get: copies that connect actors, so that load can flow between them."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expertmesh.cluster.balancing.table import FREE, Floats, Ints
 
 
-def fill(ids_LPS: Ints, load_LE: Floats) -> None:
-    """Puts a copy in every free slot that can hold one; changes the table in place.
+def fill(ids_LPS: Ints, load_LE: Floats, chosen_L: NDArray[np.bool_]) -> None:
+    """Puts a copy in every free slot of the chosen layers that can hold one; changes the table in place.
 
     The actors of a layer stand in a ring where heavy and light ones alternate. The first free slot
     of an actor gets the hottest expert of its successor, the next one of the second next, and so
     on, by load per copy, always one that it does not hold.
     """
-    for layer in np.flatnonzero((ids_LPS == FREE).any((1, 2))):
+    for layer in np.flatnonzero(chosen_L):
         _fill_layer(ids_LPS[layer], load_LE[layer])
 
 

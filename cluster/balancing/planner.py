@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from expertmesh.cluster.balancing.filling import fill
 from expertmesh.cluster.balancing.plan import BalanceError, Plan, padded
 from expertmesh.cluster.balancing.recovery import seat_orphans
-from expertmesh.cluster.balancing.repair import copy_to_light, pairs_by_load, swap
+from expertmesh.cluster.balancing.repair import copy_to_light, swap
 from expertmesh.cluster.balancing.shares import Shares
-from expertmesh.cluster.balancing.table import Floats, Ints, Rows, to_rows, to_table
+from expertmesh.cluster.balancing.table import FREE, Floats, Ints, Rows, to_rows, to_table
 from expertmesh.cluster.groups.types import Groups
 from expertmesh.cluster.placement import Placement
 
@@ -25,15 +25,17 @@ from expertmesh.cluster.placement import Placement
 class BalanceSettings:
     """limit, goal: max/mean load of a layer's actors that asks for moves, and that ends them.
 
-    reserve: part of an even share that every copy keeps in the forecast; 1 plans for an even split.
-    rounds: at most, each gives every light actor at most one copy. sweeps: of levelling per round.
-    fill: free slots get copies.
+    slack: load, in mean loads of an actor, that every copy keeps in the forecast, so that some can
+    flow away when a step differs from it; more of it means more moves and steadier steps.
+    rounds: at most, each gives every light actor at most one copy. first_sweeps, sweeps: of
+    levelling, for the old placement and per round. fill: free slots get copies.
     """
 
     limit: float = 1.02
     goal: float = 1.01
-    reserve: float = 0.1
+    slack: float = 0.03
     rounds: int = 12
+    first_sweeps: int = 16
     sweeps: int = 8
     fill: bool = True
 
@@ -79,47 +81,41 @@ def _improved(
     table_LPS: Ints, load_LE: Floats, open_L: NDArray[np.bool_], settings: BalanceSettings
 ) -> tuple[Ints, Floats, Floats]:
     """(table, imbalance before, after). Only layers in open_L change."""
-    best_LPS = table_LPS.copy()
-    before_L = np.ones(len(load_LE))
-    at = np.flatnonzero(open_L)
-    if not len(at):
-        return best_LPS, before_L, before_L
-    load_LE = load_LE[at]
-    even = np.zeros(best_LPS[at].shape)
-    shares = Shares.of(best_LPS[at], load_LE, even, settings.reserve)
-    shares.level(2 * settings.sweeps)
-    before_L[at] = shares.load_LP.max(1)
-    if settings.fill:
-        filled = best_LPS[at]
-        fill(filled, load_LE)
-        if (filled != best_LPS[at]).any():
-            best_LPS[at] = filled
-            shares = Shares.of(filled, load_LE, even, settings.reserve)
-            shares.level(2 * settings.sweeps)
-    after_L = before_L.copy()
-    after_L[at] = shares.load_LP.max(1)
-    share_LPS = shares.share_LPS
-    ids_LPS = shares.ids_LPS
+    shares = Shares(table_LPS.copy(), load_LE, settings.slack)
+    shares.open(open_L)
+    shares.level(settings.first_sweeps)
+    before_L = _imbalance(shares)
+    if settings.fill and (free_L := (table_LPS == FREE).any((1, 2)) & open_L).any():
+        filled_LPS = table_LPS.copy()
+        fill(filled_LPS, load_LE, free_L)
+        shares = Shares(filled_LPS, load_LE, settings.slack)
+        shares.open(open_L)
+        shares.level(settings.first_sweeps)
+    best_LPS, after_L = shares.ids_LPS.copy(), _imbalance(shares)
     for turn in range(settings.rounds):
-        todo = np.flatnonzero(after_L[at] > settings.limit)
-        if not len(todo):
+        todo_L = open_L & (after_L > settings.limit)
+        if not todo_L.any():
             break
-        part = Shares.of(ids_LPS[todo], load_LE[todo], share_LPS[todo], settings.reserve)
-        changed = copy_to_light(part, pairs_by_load(part.load_LP, settings.goal))
-        part = Shares.of(part.ids_LPS, part.load_LE, part.share_LPS, settings.reserve)
-        part.level(settings.sweeps)
+        shares.open(todo_L)
+        changed = copy_to_light(shares, settings.goal)
+        shares.open(todo_L)
+        shares.level(settings.sweeps)
         if turn >= SWAPS_FROM or not changed:
-            changed += swap(part, pairs_by_load(part.load_LP, settings.limit))
-            part = Shares.of(part.ids_LPS, part.load_LE, part.share_LPS, settings.reserve)
-            part.level(settings.sweeps)
-        ids_LPS[todo], share_LPS[todo] = part.ids_LPS, part.share_LPS
-        now = part.load_LP.max(1)
-        better = now < after_L[at[todo]]
-        after_L[at[todo[better]]] = now[better]
-        best_LPS[at[todo[better]]] = part.ids_LPS[better]
+            changed += swap(shares, settings.limit)
+            shares.open(todo_L)
+            shares.level(settings.sweeps)
         if not changed:
             break
+        now_L = _imbalance(shares)
+        better_L = todo_L & (now_L < after_L)
+        after_L[better_L] = now_L[better_L]
+        best_LPS[better_L] = shares.ids_LPS[better_L]
     return best_LPS, before_L, after_L
+
+
+def _imbalance(shares: Shares) -> Floats:
+    imbalance_L: Floats = shares.load_LP.max(1)
+    return imbalance_L
 
 
 def _relative(loads_LE: Floats, actors: int) -> Floats:

@@ -3,111 +3,147 @@
 The exact answer is a linear program per layer. Here all copies of all layers take steps at once
 towards the level of the actors that hold the same expert; the result is always a valid split, so
 the largest load is an upper bound of what the per-step choice of copies can reach.
+
+Letters: L layers, P actors, S slots, E experts; C copies that are not alone, of the open layers;
+G experts they are copies of; N changes. Loads are in units of the mean load of an actor. A flat
+slot is an index into the table [L, P, S], a flat actor one into [L, P].
 """
 
-from dataclasses import dataclass
-
 import numpy as np
+from numpy.typing import NDArray
 
 from expertmesh.cluster.balancing.table import FREE, Floats, Ints
 
+Bools = NDArray[np.bool_]
+
 STEP = 1.6
 """Over-relaxation. Each actor takes the mean of what its copies ask for, so below 2 is stable."""
+ALONE = 0.03
+"""Added to the load of an actor that shares no expert: all noise of its own stays with it."""
 
 
-@dataclass(slots=True)
 class Shares:
-    """The state of a repair: who holds what, and how loads are shared now.
+    """Who holds what, and how loads are shared: the state of a repair.
 
-    ids_LPS: the table. load_LE: per expert, in units of the mean load of an actor. share_LPS: of
-    the expert's load in that slot; load_LP its sums. count_LE: copies.
-    slot_C, group_C: index in the flat table of each copy that is not alone, and which expert's it
-    is (0 to G - 1). reserve: the part of an even share that every copy keeps, so that there is
-    room both ways when a step's tokens differ from the forecast.
+    ids_LPS: the table. load_LE: load of each expert. slack: load that every copy keeps, if its
+    even share is as much, so that some can flow away when a step differs from the forecast.
+    share_F: of its expert's load in each flat slot. load_A: of each flat actor, the sum of these.
     """
 
-    ids_LPS: Ints
-    load_LE: Floats
-    share_LPS: Floats
-    reserve: float
-    count_LE: Ints
-    slot_C: Ints
-    group_C: Ints
-    actor_C: Ints
-    share_C: Floats
-    floor_C: Floats
-    above_G: Floats
-    size_G: Ints
-    load_P: Floats
-
-    @classmethod
-    def of(cls, ids_LPS: Ints, load_LE: Floats, share_LPS: Floats, reserve: float) -> "Shares":
-        """Takes over share_LPS where an expert has several copies; nothing there = evenly."""
+    def __init__(self, ids_LPS: Ints, load_LE: Floats, slack: float) -> None:
+        """Splits evenly."""
         layers, actors, slots = ids_LPS.shape
         experts = load_LE.shape[1]
-        key = (ids_LPS + (np.arange(layers) * experts)[:, None, None]).reshape(-1)
-        held = ids_LPS.reshape(-1) != FREE
-        key = np.where(held, key, 0)
-        count = np.bincount(key[held], minlength=layers * experts)
-        several = (count[key] > 1) & held
-        share = np.where(several, share_LPS.reshape(-1), load_LE.reshape(-1)[key] * held)
-        slot_C = np.flatnonzero(several)
-        key_C = key[slot_C]
-        present = count > 1
-        group_C = (np.cumsum(present) - 1)[key_C]
-        load_G, size_G = load_LE.reshape(-1)[present], count[present]
-        shares = cls(
-            ids_LPS,
-            load_LE,
-            share.reshape(ids_LPS.shape),
-            reserve,
-            count.reshape(load_LE.shape),
-            slot_C,
-            group_C,
-            slot_C // slots,
-            share[slot_C],
-            (reserve * load_G / size_G)[group_C],
-            load_G * (1 - reserve),
-            size_G,
-            np.zeros(layers * actors),
-        )
-        shares.share_C = shares._whole(shares.share_C)
-        shares.share_LPS.reshape(-1)[slot_C] = shares.share_C
-        shares.load_P = shares.share_LPS.sum(2).reshape(-1)
-        return shares
+        self.ids_LPS, self.load_LE, self.slack = ids_LPS, load_LE, slack
+        self.key_LPS = ids_LPS + (np.arange(layers) * experts)[:, None, None]
+        key_F = self.key_LPS.reshape(-1)
+        held_F = ids_LPS.reshape(-1) != FREE
+        full = bool(held_F.all())
+        self.count_K = np.bincount(key_F if full else key_F[held_F], minlength=layers * experts)
+        share_K = load_LE.reshape(-1) / np.maximum(self.count_K, 1)
+        self.share_F = share_K[key_F] if full else share_K[key_F * held_F] * held_F
+        self.load_A = self.share_F.reshape(-1, slots).sum(1)
+        self._shared_F = (self.count_K > 1)[key_F * held_F] & held_F
+        # Without about one spare copy per actor, sharing nothing is nobody's fault.
+        spare_L = (self.count_K.reshape(layers, experts) - 1).sum(1)
+        self._alone_L1 = (ALONE * (spare_L >= actors))[:, None]
+        self.open(np.ones(layers, bool))
+
+    def open(self, open_L: Bools) -> None:
+        """Looks at these layers from now on, and at what changed in the table since.
+
+        An expert's shares are made whole: what a dropped copy had goes to the others.
+        """
+        layers, actors, slots = self.ids_LPS.shape
+        self.open_L = open_L
+        slot_C = np.flatnonzero(self._shared_F)
+        if not open_L.all():
+            slot_C = slot_C[open_L[slot_C // (actors * slots)]]
+        key_C = self.key_LPS.reshape(-1)[slot_C]
+        several_C = self.count_K[key_C] > 1
+        if not several_C.all():
+            last = slot_C[~several_C]
+            whole = self.load_LE.reshape(-1)[key_C[~several_C]]
+            self._add(last // slots, whole - self.share_F[last])
+            self.share_F[last] = whole
+            self._shared_F[last] = False
+            slot_C, key_C = slot_C[several_C], key_C[several_C]
+        present_K = np.zeros(len(self.count_K), bool)
+        present_K[key_C] = True
+        key_G = np.flatnonzero(present_K)
+        group_K = np.empty(len(self.count_K), np.int64)
+        group_K[key_G] = np.arange(len(key_G))
+        load_G = self.load_LE.reshape(-1)[key_G]
+        self.size_G = self.count_K[key_G]
+        floor_G = np.minimum(load_G / self.size_G, self.slack)
+        self._above_G = load_G - self.size_G * floor_G
+        self.slot_C, self.group_C, self.actor_C = slot_C, group_K[key_C], slot_C // slots
+        self._floor_C = floor_G[self.group_C]
+        self.degree_A = np.bincount(self.actor_C, minlength=layers * actors)
+        self._set(self._whole(self.share_F[slot_C]))
 
     @property
     def load_LP(self) -> Floats:
-        return self.load_P.reshape(self.ids_LPS.shape[:2])
-
-    @property
-    def degree_LP(self) -> Ints:
-        """Copies with a sibling elsewhere, through which an actor can give load away or take it."""
-        return np.bincount(self.actor_C, minlength=len(self.load_P)).reshape(self.ids_LPS.shape[:2])
+        """Of open layers, with the surcharge for actors that share nothing."""
+        alone = (self.degree_A == 0).reshape(self.ids_LPS.shape[:2])
+        loads: Floats = self.load_A.reshape(alone.shape) + self._alone_L1 * alone
+        return loads
 
     def level(self, sweeps: int) -> None:
-        """Steps towards the fairest split; changes share_LPS and load_P."""
+        """Steps towards the fairest split of the open layers."""
         if not len(self.slot_C):
             return
-        actors, groups = len(self.load_P), len(self.size_G)
-        weight_C = 1.0 / np.bincount(self.actor_C, minlength=actors)[self.actor_C]
-        weight_G = np.bincount(self.group_C, weight_C, groups)
+        actors, groups = len(self.load_A), len(self.size_G)
+        group_C, actor_C = self.group_C, self.actor_C
+        weight_C = 1.0 / self.degree_A[actor_C]
+        part_C = weight_C / np.bincount(group_C, weight_C, groups)[group_C]
+        pull_C = STEP * weight_C
+        share_C = self.share_F[self.slot_C]
         for _ in range(sweeps):
-            load_C = self.load_P[self.actor_C]
-            level_G = np.bincount(self.group_C, load_C * weight_C, groups) / weight_G
-            step_C = STEP * weight_C * (level_G[self.group_C] - load_C)
-            share_C = self._whole(self.share_C + step_C)
-            self.load_P += np.bincount(self.actor_C, share_C - self.share_C, actors)
-            self.share_C = share_C
-        self.share_LPS.reshape(-1)[self.slot_C] = self.share_C
+            load_C = self.load_A[actor_C]
+            level_G = np.bincount(group_C, load_C * part_C, groups)
+            new_C = self._whole(share_C + pull_C * (level_G[group_C] - load_C))
+            self.load_A += np.bincount(actor_C, new_C - share_C, actors)
+            share_C = new_C
+        self.share_F[self.slot_C] = share_C
+
+    def put(self, slot_N: Ints, key_N: Ints, share_N: Floats) -> None:
+        """Experts (layer * E + expert) with a share each go in the flat slots, whatever was there.
+
+        Loads and counts follow; what the others of the experts share does with the next `open`.
+        """
+        slots = self.ids_LPS.shape[2]
+        old_N = self.key_LPS.reshape(-1)[slot_N]
+        had_N = self.ids_LPS.reshape(-1)[slot_N] != FREE
+        np.subtract.at(self.count_K, old_N[had_N], 1)
+        np.add.at(self.count_K, key_N, 1)
+        self._add(slot_N // slots, share_N - self.share_F[slot_N])
+        self.key_LPS.reshape(-1)[slot_N] = key_N
+        self.ids_LPS.reshape(-1)[slot_N] = key_N % self.load_LE.shape[1]
+        self.share_F[slot_N] = share_N
+        self._shared_F[slot_N] = True
+
+    def take(self, slot_N: Ints, share_N: Floats) -> None:
+        """The flat slots (one may come several times) give up so much; others have copies now."""
+        self._add(slot_N // self.ids_LPS.shape[2], -share_N)
+        np.subtract.at(self.share_F, slot_N, share_N)
+        self._shared_F[slot_N] = True
+
+    def _add(self, actor_N: Ints, load_N: Floats) -> None:
+        self.load_A += np.bincount(actor_N, load_N, len(self.load_A))
+
+    def _set(self, share_C: Floats) -> None:
+        self._add(self.actor_C, share_C - self.share_F[self.slot_C])
+        self.share_F[self.slot_C] = share_C
 
     def _whole(self, share_C: Floats) -> Floats:
         """The shares clipped at their floors, then scaled to sum to their expert's load."""
-        groups = len(self.size_G)
-        above_C = np.maximum(share_C - self.floor_C, 0.0)
-        sum_G = np.bincount(self.group_C, above_C, groups)
-        none_G = sum_G <= 0.0
-        if none_G.any():
-            above_C = np.where(none_G[self.group_C], 1.0, above_C)
-            sum_G = np.where(none_G, self.size_G, sum_G)
-        return self.floor_C + above_C * (self.above_G / sum_G)[self.group_C]
+        above_C = np.maximum(share_C - self._floor_C, 0.0)
+        sum_G = np.bincount(self.group_C, above_C, len(self.size_G))
+        # Experts whose copies are all at their floors have nothing above them: 0 stays 0 ...
+        scale_G = self._above_G / np.maximum(sum_G, 1e-12)
+        if len(starved := np.flatnonzero((sum_G <= 0.0) & (self._above_G > 0.0))):
+            # ... unless they should have.
+            above_C[np.isin(self.group_C, starved)] = 1.0
+            scale_G[starved] = self._above_G[starved] / self.size_G[starved]
+        return self._floor_C + above_C * scale_G[self.group_C]
