@@ -62,9 +62,9 @@ class ExpertActor:
         self._total = 0
         self._epochs = Epochs(self._meet)
         # A thread each: one transfer in and one out at a time, and neither waits for an audit.
-        self._incoming = Background("expert-adopt")
+        self._incoming = Background("expert-adopt", lambda: self._epochs.steps)
         self._outgoing = Background("expert-give")
-        self._audit = Background("expert-audit")
+        self._audit = Background("expert-audit", lambda: self._epochs.steps)
         self._moved = transfer.Counts()
 
     def settle(self, address: str, threads: int) -> Whereabouts:

@@ -99,6 +99,12 @@ class Epochs:
                 return Pulse(epoch, broken=self._ended[epoch])
             return Pulse()
 
+    @property
+    def steps(self) -> int:
+        """Served so far, over all epochs."""
+        with self._lock:
+            return self._past.steps + sum(server.steps for server in self._live)
+
     def work(self) -> Work:
         with self._lock:
             total = Work()

@@ -77,7 +77,11 @@ def give(bank: ExpertBank, layer: int, expert: int) -> Packet:
     The digests are those from when the expert came in: should the memory have gone bad since, the
     receiver finds out. Raises ExpertNotHeld.
     """
-    weights, digests = bank.stored(layer, expert)
+    return packet_of(layer, expert, *bank.stored(layer, expert))
+
+
+def packet_of(layer: int, expert: int, weights: ExpertWeights, digests: Digests) -> Packet:
+    """Views of `weights`, not copies."""
     parts = tuple(
         Part(name, str(tensor.dtype), tuple(tensor.shape), bytes_of(tensor))
         for name, tensor in stored_tensors(weights)

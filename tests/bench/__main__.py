@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 
-NAMES = ("two_tier", "http", "transformers", "peers", "profile")
+NAMES = ("two_tier", "http", "transformers", "peers", "profile", "transfers")
 
 
 def main(arguments: list[str]) -> int:
