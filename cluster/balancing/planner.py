@@ -16,7 +16,7 @@ from expertmesh.cluster.balancing.plan import BalanceError, Plan, padded
 from expertmesh.cluster.balancing.recovery import seat_orphans
 from expertmesh.cluster.balancing.repair import copy_to_light, swap
 from expertmesh.cluster.balancing.shares import Shares
-from expertmesh.cluster.balancing.table import FREE, Floats, Ints, Rows, to_rows, to_table
+from expertmesh.cluster.balancing.table import FREE, Floats, Ints, Rows, to_table
 from expertmesh.cluster.groups.types import Groups
 from expertmesh.cluster.placement import Placement
 
@@ -35,8 +35,8 @@ class BalanceSettings:
     goal: float = 1.01
     slack: float = 0.03
     rounds: int = 12
-    first_sweeps: int = 16
-    sweeps: int = 8
+    first_sweeps: int = 8
+    sweeps: int = 5
     fill: bool = True
 
 
@@ -73,8 +73,12 @@ def balance(
     steady_L = _steady(loads_LE, table_LPS) & ~mended
     relative_LE = _relative(loads_LE, len(staying))
     new_LPS, before_L, after_L = _improved(table_LPS, relative_LE, ~steady_L, settings)
-    rows = _rows(old, new_LPS, staying, ranks)
-    return Plan(old, Placement(rows), before_L, after_L)
+    rows = _rows(layers, table_LPS, new_LPS)
+    held = {
+        layer: _over_ranks(actors, staying, ranks)
+        for layer, actors in zip(old.held, rows, strict=True)
+    }
+    return Plan(old, Placement(held), before_L, after_L)
 
 
 def _improved(
@@ -96,7 +100,7 @@ def _improved(
         todo_L = open_L & (after_L > settings.limit)
         if not todo_L.any():
             break
-        shares.open(todo_L)
+        shares.open_L = todo_L
         changed = copy_to_light(shares, settings.goal)
         shares.open(todo_L)
         shares.level(settings.sweeps)
@@ -156,18 +160,24 @@ def _mended(
     return layers, mended
 
 
-def _rows(old: Placement, new_LPS: Ints, staying: list[int], ranks: int) -> dict[int, Rows]:
-    """layer -> rows over all ranks; rows that hold the same experts are the old ones."""
-    held = {}
-    for table_PS, (layer, before) in zip(new_LPS, old.held.items(), strict=True):
-        rows = to_rows(table_PS)
-        if len(staying) < ranks:
-            full: list[tuple[int, ...]] = [()] * ranks
-            for actor, ids in zip(staying, rows, strict=True):
-                full[actor] = ids
-            rows = tuple(full)
-        held[layer] = before if rows == before else rows
-    return held
+def _rows(layers: list[Rows], table_LPS: Ints, new_LPS: Ints) -> list[Rows]:
+    """The layers of `table_LPS` with the actors changed that differ in the new one."""
+    changed_LP = (table_LPS != new_LPS).any(2)
+    new = iter(new_LPS[changed_LP].tolist())
+    rows = list(layers)
+    for index in np.flatnonzero(changed_LP.any(1)).tolist():
+        actors = list(layers[index])
+        for actor in np.flatnonzero(changed_LP[index]).tolist():
+            actors[actor] = tuple(expert for expert in next(new) if expert != FREE)
+        rows[index] = tuple(actors)
+    return rows
+
+
+def _over_ranks(rows: Rows, staying: list[int], ranks: int) -> Rows:
+    if len(rows) == ranks:
+        return rows
+    of_actor = dict(zip(staying, rows, strict=True))
+    return tuple(of_actor.get(actor, ()) for actor in range(ranks))
 
 
 def _check(loads_LE: Floats, old: Placement, slots: int, ranks: int, staying: list[int]) -> None:

@@ -5,7 +5,8 @@ light actor. `copy_to_light` gives it another copy of an expert of the heavy one
 in place of a copy that others can do without: one expert moves, and the two actors can share its
 load from then on. `swap` exchanges two experts, where no copy can go: two experts move.
 
-Letters as in shares.py. N: pairs of a heavy and a light actor. Q: experts looked at.
+Letters as in shares.py. N: pairs of a heavy and a light actor. O: open layers. Q: experts looked
+at.
 """
 
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class Pairs(NamedTuple):
 
 def copy_to_light(shares: Shares, goal: float) -> int:
     """One round of copies in the open layers; returns how many."""
-    free_LP = (shares.ids_LPS == FREE).any(2) if shares.ids_LPS.min() == FREE else False
+    free_LP = shares.ids_LPS[:, :, -1] == FREE
     able_LP = (shares.degree_A > 0).reshape(shares.ids_LPS.shape[:2]) | free_LP
     pairs = _pairs_by_load(shares, goal, able_LP)
     if not len(pairs.heavy_N):
@@ -87,34 +88,34 @@ def _pairs_by_load(shares: Shares, goal: float, able_LP: Bools) -> Pairs:
 
     An actor counts as heavy above `goal`, and as light below 1 if it is able to take something.
     """
-    at_K = np.flatnonzero(shares.open_L)
-    load_KP = shares.load_LP[at_K]
-    layers, actors = load_KP.shape
-    row_K1 = np.arange(layers)[:, None]
-    lightest_KP = np.argsort(load_KP, axis=1, kind="stable")
-    sorted_KP = load_KP[row_K1, lightest_KP]
-    room_KP = np.maximum(1.0 - sorted_KP, 0.0) * able_LP[at_K[:, None], lightest_KP]
-    heaviest_first_KP = sorted_KP[:, ::-1]
-    excess_KP = np.where(heaviest_first_KP > goal, heaviest_first_KP - 1.0, 0.0)
+    at_O = np.flatnonzero(shares.open_L)
+    load_OP = shares.load_LP[at_O]
+    layers, actors = load_OP.shape
+    row_O1 = np.arange(layers)[:, None]
+    lightest_OP = np.argsort(load_OP, axis=1, kind="stable")
+    sorted_OP = load_OP[row_O1, lightest_OP]
+    room_OP = np.maximum(1.0 - sorted_OP, 0.0) * able_LP[at_O[:, None], lightest_OP]
+    heaviest_first_OP = sorted_OP[:, ::-1]
+    excess_OP = np.where(heaviest_first_OP > goal, heaviest_first_OP - 1.0, 0.0)
     # One searchsorted over all layers: each layer's sums lie in a range of their own.
-    offset_K1 = row_K1 * 4.0 * actors
-    poured_KP = np.cumsum(excess_KP, axis=1) + offset_K1
-    middle_KP = np.cumsum(room_KP, axis=1) - room_KP / 2 + offset_K1
-    nth_heavy_KP = np.searchsorted(poured_KP.reshape(-1), middle_KP.reshape(-1), side="right")
-    nth_heavy_KP = nth_heavy_KP.reshape(load_KP.shape) - row_K1 * actors
-    row_N, nth_light_N = np.nonzero((room_KP > 0.0) & (nth_heavy_KP < actors))
-    nth_heavy_N = nth_heavy_KP[row_N, nth_light_N]
+    offset_O1 = row_O1 * 4.0 * actors
+    poured_OP = np.cumsum(excess_OP, axis=1) + offset_O1
+    middle_OP = np.cumsum(room_OP, axis=1) - room_OP / 2 + offset_O1
+    nth_heavy_OP = np.searchsorted(poured_OP.reshape(-1), middle_OP.reshape(-1), side="right")
+    nth_heavy_OP = nth_heavy_OP.reshape(load_OP.shape) - row_O1 * actors
+    row_N, nth_light_N = np.nonzero((room_OP > 0.0) & (nth_heavy_OP < actors))
+    nth_heavy_N = nth_heavy_OP[row_N, nth_light_N]
     nth_N = _nth_in_run(row_N * actors + nth_heavy_N)
-    excess_N = excess_KP[row_N, nth_heavy_N]
+    excess_N = excess_OP[row_N, nth_heavy_N]
     n = np.flatnonzero(excess_N > nth_N * LEAST)
     row_N, nth_light_N, nth_heavy_N = row_N[n], nth_light_N[n], nth_heavy_N[n]
-    nth_N, excess_N, room_N = nth_N[n], excess_N[n], room_KP[row_N, nth_light_N]
+    nth_N, excess_N, room_N = nth_N[n], excess_N[n], room_OP[row_N, nth_light_N]
     run_N = np.cumsum(nth_N == 0) - 1
     part_N = excess_N * room_N / np.bincount(run_N, room_N)[run_N]
-    base_N = at_K[row_N] * actors
+    base_N = at_O[row_N] * actors
     return Pairs(
-        base_N + lightest_KP[row_N, actors - 1 - nth_heavy_N],
-        base_N + lightest_KP[row_N, nth_light_N],
+        base_N + lightest_OP[row_N, actors - 1 - nth_heavy_N],
+        base_N + lightest_OP[row_N, nth_light_N],
         nth_N,
         # More than fits passes on to those with whom the light actor shares other experts.
         np.minimum(part_N, np.maximum(room_N, (excess_N + room_N) / 2)),

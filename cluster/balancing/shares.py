@@ -5,8 +5,8 @@ towards the level of the actors that hold the same expert; the result is always 
 the largest load is an upper bound of what the per-step choice of copies can reach.
 
 Letters: L layers, P actors, S slots, E experts; C copies that are not alone, of the open layers;
-G experts they are copies of; N changes. Loads are in units of the mean load of an actor. A flat
-slot is an index into the table [L, P, S], a flat actor one into [L, P].
+G experts they are copies of; N changes. Flat: F slots of the table [L, P, S], A actors [L, P],
+K experts [L, E]. Loads are in units of the mean load of an actor.
 """
 
 import numpy as np
@@ -18,6 +18,7 @@ Bools = NDArray[np.bool_]
 
 STEP = 1.6
 """Over-relaxation. Each actor takes the mean of what its copies ask for, so below 2 is stable."""
+TINY = 1e-30
 ALONE = 0.03
 """Added to the load of an actor that shares no expert: all noise of its own stays with it."""
 
@@ -58,29 +59,45 @@ class Shares:
         self.open_L = open_L
         slot_C = np.flatnonzero(self._shared_F)
         if not open_L.all():
-            slot_C = slot_C[open_L[slot_C // (actors * slots)]]
-        key_C = self.key_LPS.reshape(-1)[slot_C]
-        several_C = self.count_K[key_C] > 1
+            slot_C = slot_C[open_L.take(slot_C // (actors * slots))]
+        key_C = self.key_LPS.reshape(-1).take(slot_C)
+        several_C = self.count_K.take(key_C) > 1
         if not several_C.all():
-            last = slot_C[~several_C]
-            whole = self.load_LE.reshape(-1)[key_C[~several_C]]
-            self._add(last // slots, whole - self.share_F[last])
-            self.share_F[last] = whole
-            self._shared_F[last] = False
+            self._give_all(slot_C[~several_C], key_C[~several_C])
             slot_C, key_C = slot_C[several_C], key_C[several_C]
         present_K = np.zeros(len(self.count_K), bool)
         present_K[key_C] = True
         key_G = np.flatnonzero(present_K)
         group_K = np.empty(len(self.count_K), np.int64)
         group_K[key_G] = np.arange(len(key_G))
-        load_G = self.load_LE.reshape(-1)[key_G]
-        self.size_G = self.count_K[key_G]
-        floor_G = np.minimum(load_G / self.size_G, self.slack)
-        self._above_G = load_G - self.size_G * floor_G
-        self.slot_C, self.group_C, self.actor_C = slot_C, group_K[key_C], slot_C // slots
-        self._floor_C = floor_G[self.group_C]
+        self.slot_C, self.group_C, self.actor_C = slot_C, group_K.take(key_C), slot_C // slots
+        self.size_G = self.count_K.take(key_G)
         self.degree_A = np.bincount(self.actor_C, minlength=layers * actors)
-        self._set(self._whole(self.share_F[slot_C]))
+        load_G = self.load_LE.reshape(-1).take(key_G)
+        floor_G = np.minimum(load_G / self.size_G, self.slack)
+        self._floor_C, self._above_G = floor_G.take(self.group_C), load_G - self.size_G * floor_G
+        self._make_whole()
+
+    def _give_all(self, slot_N: Ints, key_N: Ints) -> None:
+        """These copies have become the only ones of their experts."""
+        load_N = self.load_LE.reshape(-1)[key_N]
+        self._add(slot_N // self.ids_LPS.shape[2], load_N - self.share_F[slot_N])
+        self.share_F[slot_N] = load_N
+        self._shared_F[slot_N] = False
+
+    def _make_whole(self) -> None:
+        """The shares above the floors, scaled so that an expert's sum to its load."""
+        share_C = self.share_F.take(self.slot_C)
+        above_C = np.maximum(share_C - self._floor_C, 0.0)
+        sum_G = np.bincount(self.group_C, above_C, len(self.size_G))
+        starved_G = (sum_G <= 0.0) & (self._above_G > 0.0)
+        if starved_G.any():  # the copies that had something are gone: the others start evenly
+            above_C[starved_G[self.group_C]] = 1.0
+            sum_G[starved_G] = self.size_G[starved_G]
+        above_C *= (self._above_G / np.maximum(sum_G, TINY)).take(self.group_C)
+        whole_C = above_C + self._floor_C
+        self._add(self.actor_C, whole_C - share_C)
+        self.share_F[self.slot_C] = whole_C
 
     @property
     def load_LP(self) -> Floats:
@@ -95,17 +112,23 @@ class Shares:
             return
         actors, groups = len(self.load_A), len(self.size_G)
         group_C, actor_C = self.group_C, self.actor_C
-        weight_C = 1.0 / self.degree_A[actor_C]
-        part_C = weight_C / np.bincount(group_C, weight_C, groups)[group_C]
+        weight_C = 1.0 / self.degree_A.take(actor_C)
+        part_C = weight_C / np.bincount(group_C, weight_C, groups).take(group_C)
         pull_C = STEP * weight_C
-        share_C = self.share_F[self.slot_C]
+        above_C = self.share_F.take(self.slot_C) - self._floor_C
         for _ in range(sweeps):
-            load_C = self.load_A[actor_C]
-            level_G = np.bincount(group_C, load_C * part_C, groups)
-            new_C = self._whole(share_C + pull_C * (level_G[group_C] - load_C))
-            self.load_A += np.bincount(actor_C, new_C - share_C, actors)
-            share_C = new_C
-        self.share_F[self.slot_C] = share_C
+            load_C = self.load_A.take(actor_C)
+            new_C = np.bincount(group_C, load_C * part_C, groups).take(group_C)
+            new_C -= load_C
+            new_C *= pull_C
+            new_C += above_C
+            np.maximum(new_C, 0.0, out=new_C)
+            # The steps of an expert's copies sum to 0, so what is left is never less than needed.
+            sum_G = np.bincount(group_C, new_C, groups)
+            new_C *= (self._above_G / np.maximum(sum_G, TINY)).take(group_C)
+            self.load_A += np.bincount(actor_C, new_C - above_C, actors)
+            above_C = new_C
+        self.share_F[self.slot_C] = above_C + self._floor_C
 
     def put(self, slot_N: Ints, key_N: Ints, share_N: Floats) -> None:
         """Experts (layer * E + expert) with a share each go in the flat slots, whatever was there.
@@ -131,19 +154,3 @@ class Shares:
 
     def _add(self, actor_N: Ints, load_N: Floats) -> None:
         self.load_A += np.bincount(actor_N, load_N, len(self.load_A))
-
-    def _set(self, share_C: Floats) -> None:
-        self._add(self.actor_C, share_C - self.share_F[self.slot_C])
-        self.share_F[self.slot_C] = share_C
-
-    def _whole(self, share_C: Floats) -> Floats:
-        """The shares clipped at their floors, then scaled to sum to their expert's load."""
-        above_C = np.maximum(share_C - self._floor_C, 0.0)
-        sum_G = np.bincount(self.group_C, above_C, len(self.size_G))
-        # Experts whose copies are all at their floors have nothing above them: 0 stays 0 ...
-        scale_G = self._above_G / np.maximum(sum_G, 1e-12)
-        if len(starved := np.flatnonzero((sum_G <= 0.0) & (self._above_G > 0.0))):
-            # ... unless they should have.
-            above_C[np.isin(self.group_C, starved)] = 1.0
-            scale_G[starved] = self._above_G[starved] / self.size_G[starved]
-        return self._floor_C + above_C * scale_G[self.group_C]

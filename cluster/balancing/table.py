@@ -25,8 +25,3 @@ def to_table(layers: Iterable[Rows], actors: int, slots: int) -> Ints:
     table[np.arange(slots) < sizes[:, None]] = flat
     return table.reshape(-1, actors, slots)
 
-
-def to_rows(table_PS: Ints) -> Rows:
-    if table_PS.min() >= 0:
-        return tuple(map(tuple, table_PS.tolist()))
-    return tuple(tuple(e for e in ids if e != FREE) for ids in table_PS.tolist())
