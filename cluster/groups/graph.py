@@ -11,8 +11,6 @@ from expertmesh.cluster.ledger.coactivation import coactivation
 
 # Pairs are counted for so many tokens at a time; each takes K * (K + 1) / 2 numbers of memory.
 CHUNK = 8192
-# Cosines become whole numbers for the partitioner.
-SIMILARITY_SCALE = 1000.0
 
 
 def together(ids_NK: NDArray[np.integer], experts: int) -> Ints:
@@ -49,6 +47,6 @@ def router_similarity(weight_EH: NDArray[np.floating]) -> Floats:
     cosine = rows @ rows.T
     off_diagonal = ~np.eye(len(rows), dtype=bool)
     mean = cosine[off_diagonal].mean() if len(rows) > 1 else 0.0
-    similar: Floats = np.maximum(cosine - mean, 0.0) * SIMILARITY_SCALE
+    similar: Floats = np.maximum(cosine - mean, 0.0)
     np.fill_diagonal(similar, 0.0)
     return similar

@@ -7,7 +7,7 @@ from expertmesh.cluster.groups.types import Floats, Groups, Ints, group_sizes
 from expertmesh.cluster.placement import Placement, PlacementError, check_actors
 
 # As for groups: below what is allowed in service.
-MAX_IMBALANCE = 1.015
+MAX_IMBALANCE = 1.02
 
 
 def place_groups(groups: Groups, loads_LE: Floats | None, actors: int, slots: int) -> Placement:

@@ -13,13 +13,13 @@ Floats32 = NDArray[np.float32]
 
 # Overload is first cheap, then dear: early swaps still look for good pairs, the last ones pay any
 # price for an even load. In units of the graph weight inside all parts per load of one part.
-PRICES = (0.05, 0.2, 0.6, 2.0, 10.0, 1e4)
+PRICES = (0.2, 0.6, 2.0, 10.0, 1e4)
 # Looked through, best first, for swaps of parts that no better swap has touched.
 CANDIDATES = 4096
 # Rounds per price. Each round that swaps lowers the cost; the bound is for the clock's sake.
 ROUNDS = 60
-# Of the largest value: below it a float32 sum is noise, and swaps could undo each other.
-NOISE = 1e-4
+# Below this (times 1 + price) a float32 value is noise, and swaps could undo each other for ever.
+NOISE = 1e-5
 
 
 def even_loads(
@@ -50,7 +50,7 @@ def _round(
 ) -> list[tuple[int, int]]:
     """Swaps of one round. They touch different parts, so their values add up exactly."""
     value_EE = _values(part_E, graph_EE, share_E, parts, cap, price)
-    one, other = np.nonzero(value_EE > NOISE * np.abs(value_EE).max())
+    one, other = np.nonzero(value_EE > NOISE * (1.0 + price))
     once = (one < other) & (part_E[one] != part_E[other])
     one, other = one[once], other[once]
     best = np.argsort(-value_EE[one, other], kind="stable")[:CANDIDATES]
