@@ -1,4 +1,4 @@
-"""The autoscaler against simulated load: it follows, does not flap, and takes silence for nothing."""
+"""The autoscaler under simulated load: it follows, does not flap, takes silence for nothing."""
 
 import itertools
 import logging
