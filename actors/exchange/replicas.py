@@ -1,35 +1,57 @@
-"""Which copy of an expert serves which token.
+"""Which copy of an expert serves which token, decided per step and layer.
 
-P expert actors, E experts, T rows, K experts per token.
+Every attention rank splits its own rows: no counts are exchanged, and the sum of balanced splits
+is balanced. All of it is integer arithmetic on the ids and the placement, so that any rank that
+looks at the same rows and the same placement finds the same answer.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh.actors.exchange.replica_deal import Dealer
+from expertmesh.actors.exchange.replica_graph import replica_graph
+from expertmesh.actors.exchange.replica_split import split
+
 
 class ReplicaChoice:
-    """The copies of one layer under one routing version. Immutable, so any thread may ask."""
+    """The copies of one layer under one routing version. Immutable, so any thread may ask.
 
-    def __init__(self, holds_PE: NDArray[np.bool_]) -> None:
-        """holds_PE: actor p has a copy of expert e. Raises ValueError for an expert without one."""
-        self._copies_E = holds_PE.sum(0)
-        if not self._copies_E.all():
-            orphans = np.flatnonzero(self._copies_E == 0)
-            raise ValueError(f"no actor holds experts {orphans[:8].tolist()}")
-        most = int(self._copies_E.max())
-        # Holders first, in actor order; an expert with fewer copies repeats its last one.
-        order_PE = np.argsort(~holds_PE, axis=0, kind="stable").astype(np.int32)
-        nth_E1 = np.minimum(np.arange(most), self._copies_E[:, None] - 1)
-        self._holders_EC = np.take_along_axis(order_PE.T, nth_E1, axis=1)
-        self._home_E = np.ascontiguousarray(self._holders_EC[:, 0])
+    P expert actors, E experts, T rows, K experts per token. Experts with the same holders are one
+    set, G in all.
+    """
+
+    def __init__(self, holds_PE: NDArray[np.bool_], few: int = 32) -> None:
+        """holds_PE: actor p has a copy of expert e. Raises ValueError for an expert without one.
+
+        few: steps of at most so many rows are not balanced but keep each token on few actors.
+        """
+        self._graph, self._few = replica_graph(holds_PE), few
+        self._dealer = Dealer(self._graph)
 
     def assign(self, ids_TK: NDArray[np.int64]) -> NDArray[np.int32]:
-        """int32 [T, K]: the actor that serves each choice, always a holder of the expert."""
-        if self._holders_EC.shape[1] == 1:
-            return self._home_E[ids_TK]
-        ids = ids_TK.reshape(-1)
-        order = np.argsort(ids, kind="stable")
-        ordinal = np.empty(ids.size, np.int64)
-        begins_E = np.searchsorted(ids[order], np.arange(len(self._home_E)))
-        ordinal[order] = np.arange(ids.size) - begins_E[ids[order]]
-        return self._holders_EC[ids, ordinal % self._copies_E[ids]].reshape(ids_TK.shape)
+        """int32 [T, K]: the actor that serves each choice, always a holder of the expert.
+
+        The most loaded actor gets as few choices as any split allows, unless the rows are few.
+        """
+        graph = self._graph
+        if not graph.holders:
+            return graph.code_E[ids_TK]
+        if len(ids_TK) <= self._few:
+            return self._dealer.by_order(ids_TK)
+        code_TK = graph.code_E[ids_TK]
+        counts = np.bincount(code_TK.reshape(-1), minlength=graph.actors + len(graph.holders))
+        served, _ = split(graph, counts)
+        return self._dealer.deal(code_TK, served)
+
+    def split(self, counts_E: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Choices by expert -> choices of each set that each actor serves [P, G], and its load [P].
+
+        The largest load is the least possible one in whole choices.
+        """
+        graph = self._graph
+        counts = np.zeros(graph.actors + len(graph.holders), np.int64)
+        np.add.at(counts, graph.code_E, counts_E)
+        served, load = split(graph, counts)
+        served_PG = np.zeros((graph.actors, len(graph.holders)), np.int64)
+        served_PG[graph.actor, graph.set_C] = served
+        return served_PG, np.array(load)
