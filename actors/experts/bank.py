@@ -23,6 +23,10 @@ class ExpertNotHeld(LookupError):
         super().__init__(f"layer {layer}: expert {expert} is not held here")
         self.layer, self.expert = layer, expert
 
+    def __reduce__(self) -> tuple[type, tuple[int, int]]:
+        # It travels between processes, and the default rebuilds from the message alone.
+        return ExpertNotHeld, (self.layer, self.expert)
+
 
 class ExpertSource(Protocol):
     def stream_experts(

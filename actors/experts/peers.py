@@ -23,9 +23,9 @@ class RayPeer:
         except GetTimeoutError:
             raise self._error(layer, expert, f"no answer within {timeout_s:.3g} s") from None
         except RayTaskError as error:
-            raise self._error(layer, expert, str(error.cause)) from error
+            raise self._error(layer, expert, str(error.cause)) from None
         except RayError as error:
-            raise self._error(layer, expert, str(error).split("\n", 1)[0]) from error
+            raise self._error(layer, expert, str(error).split("\n", 1)[0]) from None
         return packet
 
     def _error(self, layer: int, expert: int, reason: str) -> TransferError:

@@ -26,7 +26,7 @@ class TransferError(RuntimeError):
         self.layer, self.expert, self.source, self.reason = layer, expert, source, reason
 
     def __reduce__(self) -> tuple[type, tuple[int, int, str, str]]:
-        # It travels between processes, and the default rebuilds from the message alone.
+        # As for ExpertNotHeld.
         return TransferError, (self.layer, self.expert, self.source, self.reason)
 
 

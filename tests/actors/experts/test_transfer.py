@@ -131,8 +131,9 @@ def test_a_source_that_fails_leaves_nothing_behind(
 
 def test_one_that_is_not_there_is_named_by_its_source(sample: Sample) -> None:
     source, target = actors(sample, [0, 1], [4])
-    with pytest.raises(ExpertNotHeld, match="expert 5 is not held here"):
+    with pytest.raises(ExpertNotHeld, match="expert 5 is not held here") as caught:
         source.give(sample.layers[0], 5)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     with pytest.raises(ExpertNotHeld, match="expert 5 is not held here"):
         target.checksums({sample.layers[0]: [4, 5]})
 
