@@ -33,7 +33,7 @@ def root(
     """An expert-parallel inference server for Kimi K3-style models."""
 
 
-_MESH, _HTTP, _MODEL = "Mesh", "HTTP", "Model"
+_MESH, _SCALING, _HTTP, _MODEL = "Mesh", "Autoscaling", "HTTP", "Model"
 
 
 @app.command()
@@ -53,6 +53,31 @@ def serve(
     attention_replicas: Annotated[
         int, typer.Option(min=1, rich_help_panel=_MESH, help="Engines, each with its own state.")
     ] = 1,
+    slots_per_actor: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1,
+            rich_help_panel=_MESH,
+            help="Experts of each layer that an expert actor may hold. Default: as many as it "
+            "takes to lose any one actor, if the memory allows.",
+        ),
+    ] = None,
+    hold_seconds: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            rich_help_panel=_MESH,
+            help="How long running requests wait for a mesh that cannot serve.",
+        ),
+    ] = 60.0,
+    rebalance_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            rich_help_panel=_MESH,
+            help="Time between two looks at the balance of the experts. 0: never.",
+        ),
+    ] = 30.0,
     address: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
@@ -63,6 +88,38 @@ def serve(
     name: Annotated[
         str, typer.Option(rich_help_panel=_MESH, help="Prefix of the actors' names.")
     ] = "expertmesh",
+    min_expert_actors: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, rich_help_panel=_SCALING, help="Never fewer. Default: 1."),
+    ] = None,
+    max_expert_actors: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1,
+            rich_help_panel=_SCALING,
+            help="Never more. Default: the pool keeps its size.",
+        ),
+    ] = None,
+    min_attention_replicas: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, rich_help_panel=_SCALING, help="Never fewer. Default: 1."),
+    ] = None,
+    max_attention_replicas: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1,
+            rich_help_panel=_SCALING,
+            help="Never more. Default: the pool keeps its size.",
+        ),
+    ] = None,
+    autoscale_dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--autoscale-dry-run",
+            rich_help_panel=_SCALING,
+            help="Log what the autoscaler would do, and do nothing.",
+        ),
+    ] = False,
     host: Annotated[str, typer.Option(rich_help_panel=_HTTP)] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=_HTTP)] = 8000,
     served_model_name: Annotated[
@@ -119,7 +176,8 @@ def serve(
     5 port not usable, 6 not enough memory, 7 the mesh did not start.
     """  # fmt: skip
     from expertmesh.deploy.exit_codes import Refused
-    from expertmesh.deploy.serve_command import ServeOptions, run
+    from expertmesh.deploy.serve_command import run
+    from expertmesh.deploy.serve_options import ServeOptions
 
     if dtype not in ("auto", "float32", "bfloat16"):
         raise typer.BadParameter("must be auto, float32 or bfloat16", param_hint="--dtype")
@@ -127,6 +185,14 @@ def serve(
         model=(model or BUNDLED).absolute(),
         expert_actors=expert_actors,
         attention_replicas=attention_replicas,
+        slots_per_actor=slots_per_actor,
+        hold_seconds=hold_seconds,
+        rebalance_seconds=rebalance_seconds,
+        min_expert_actors=min_expert_actors,
+        max_expert_actors=max_expert_actors,
+        min_attention_replicas=min_attention_replicas,
+        max_attention_replicas=max_attention_replicas,
+        autoscale_dry_run=autoscale_dry_run,
         address=address,
         name=name,
         host=host,

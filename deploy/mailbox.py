@@ -16,10 +16,9 @@ from expertmesh.actors.attention.messages import TokenOutput
 class Mailbox:
     """One request's queue. put and fail are called by the client, take by the reader."""
 
-    __slots__ = ("_error", "_items", "_loop", "_next_at", "_timer", "_waiter", "closed", "key")
+    __slots__ = ("_error", "_items", "_loop", "_next_at", "_timer", "_waiter", "closed")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, key: object = None) -> None:
-        """key: who produces for this mailbox (a replica), so that its loss can be told apart."""
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._items: list[TokenOutput] = []
         self._error: Exception | None = None
@@ -27,7 +26,6 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None
         self._next_at = 0.0
         self.closed = False
-        self.key = key
 
     def put(self, output: TokenOutput) -> None:
         """Add an output. One with a finish_reason closes the mailbox."""

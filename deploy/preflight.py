@@ -28,7 +28,8 @@ RAY_BYTES = 700 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on this machine if everything runs here. experts: packed, over all actors together."""
+    """Bytes on this machine if everything runs here. experts: packed, over all slots of all actors
+    together."""
 
     attention: int
     experts: int
@@ -84,6 +85,27 @@ def check_placement(config: ModelConfig, expert_actors: int) -> None:
         check_actors(config.num_experts, expert_actors)
     except PlacementError as error:
         raise Refused(ExitCode.USAGE, f"--expert-actors: {error}") from error
+
+
+def check_slots(config: ModelConfig, expert_actors: int, slots: int | None) -> None:
+    """Refused when so many slots cannot hold the experts, or could never be filled."""
+    if slots is None:
+        return
+    if not expert_actors:
+        raise Refused(ExitCode.USAGE, "--slots-per-actor: with --expert-actors 0 nothing has slots")
+    least, most = even_share(config, expert_actors), config.num_experts
+    if not least <= slots <= most:
+        valid = f"{least} to {most}" if least < most else str(least)
+        raise Refused(
+            ExitCode.USAGE,
+            f"--slots-per-actor {slots}: {expert_actors} expert actors share "
+            f"{config.num_experts} experts per layer, valid numbers are {valid}",
+        )
+
+
+def even_share(config: ModelConfig, expert_actors: int) -> int:
+    """The fewest slots per actor and layer that hold every expert once."""
+    return -(-config.num_experts // expert_actors)
 
 
 def bad_checkpoint(
@@ -174,17 +196,21 @@ def plan_memory(
     engine: EngineSettings,
     attention_replicas: int,
     expert_actors: int,
+    slots: int = 0,
 ) -> MemoryPlan:
-    """What a start would take. Pure arithmetic over the headers."""
+    """What a start would take, with all slots filled. Pure arithmetic over the headers.
+
+    slots: per expert actor and layer.
+    """
     wide = load.dtype != "bfloat16"  # auto is float32 wherever this machine's memory counts
     dtype_bytes = 4 if wide else 2
     holders = expert_actors or attention_replicas
-    copies = 1 if expert_actors else attention_replicas
+    copies = expert_actors * slots / config.num_experts if expert_actors else attention_replicas
     decoded = summary.experts.parameters * dtype_bytes
     return MemoryPlan(
         attention=attention_replicas * summary.attention.parameters * dtype_bytes,
-        experts=copies * summary.experts.total_bytes,
-        expert_cache=min(holders * load.expert_cache_bytes, copies * decoded),
+        experts=round(copies * summary.experts.total_bytes),
+        expert_cache=min(holders * load.expert_cache_bytes, round(copies * decoded)),
         state=attention_replicas * state_bytes(config, engine, dtype_bytes),
         processes=(attention_replicas + expert_actors) * PROCESS_BYTES
         + (RAY_BYTES if attention_replicas + expert_actors > 1 else 0),

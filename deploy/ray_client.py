@@ -1,19 +1,26 @@
-"""The EngineClient over attention actors: one stream per replica, whatever the requests.
+"""The EngineClient over the attention replicas of a mesh, as many as there are at the moment.
 
-A replica sends one message per step with the outputs of all requests of this ingress; they are
-handed to mailboxes here. A request is sent to the replica with the fewest requests of ours.
-Losing a replica fails exactly the requests it had.
+A directory says which replicas exist; each has a link. A request goes to the replica that has
+least to do for this front door, and what comes back is remembered, so that a request outlives its
+replica. It goes on elsewhere, after the last token that arrived, when its replica
+
+- dies, breaks its stream, falls silent, or says that it has lost its requests or aborted one:
+  at once, or as soon as a replica is there;
+- leaves the directory: what ends within `drain_s` ends where it is; the rest is handed over
+  then, if there is another replica, and otherwise stays for as long as its replica lives.
+
+A request that keeps losing replicas may be why they are lost. After SUSPICIOUS losses in a row
+without a token it is tried beside no other suspect, and after MOST_LOSSES it ends with the reason.
 """
 
 import asyncio
 import logging
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-import msgspec
-
-from expertmesh.actors.attention.actor import Refusal, ReplicaStats
 from expertmesh.actors.attention.messages import (
     EngineBusy,
     EngineStats,
@@ -21,231 +28,304 @@ from expertmesh.actors.attention.messages import (
     RequestRefused,
     TokenOutput,
 )
+from expertmesh.cluster.directory import Directory
 from expertmesh.cluster.watch import first_line
+from expertmesh.deploy import replica_link
 from expertmesh.deploy.engine_client import EngineUnavailable, Pace, at_once
 from expertmesh.deploy.mailbox import Mailbox
+from expertmesh.deploy.replica_link import NotTaken, ReplicaLink
+from expertmesh.deploy.tracked import TrackedRequest
 
 _log = logging.getLogger(__name__)
 
-# Between two looks at a replica, and how long one may take to answer. Together they bound how
-# long /ready can lag behind a death (a death also ends the stream at once).
-LOOK_SECONDS = 0.5
-ANSWER_SECONDS = 3.0
-STATS_SECONDS = 2.0
+SUSPICIOUS = 2
+MOST_LOSSES = 3
+# Over the whole answer, however much of it came between two losses.
+MOST_LOSSES_IN_ALL = 30
+# Pause before a request that has begun elsewhere asks a busy replica again.
+BUSY_SECONDS = 0.1
 
-Find = Callable[[], Any]
+# The directory as soon as it is another than version `seen`, at the latest after some seconds.
+ReadDirectory = Callable[[int], Awaitable[Directory]]
+FindActor = Callable[[str], Any]
 
 
 class RayEngineClient:
-    """`start` it on the event loop that will use it; `find` functions return actor handles."""
+    """`start` it on the event loop that will use it."""
 
-    def __init__(self, replicas: Mapping[str, Find]) -> None:
-        """replicas: name -> how to find the actor (again, after it was replaced)."""
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._links = [Link(name, find, self._mailboxes) for name, find in replicas.items()]
-        self._placed: dict[str, Link] = {}
+    def __init__(
+        self,
+        read_directory: ReadDirectory,
+        find_actor: FindActor,
+        *,
+        hold_s: float = 60.0,
+        patience_s: float = 5.0,
+        drain_s: float = 5.0,
+    ) -> None:
+        """find_actor: a handle by the actor's name; called in a thread.
+
+        hold_s: how long a request waits for a replica when there is none. patience_s: how long
+        this front door calls itself ready without one, if the directory says that the mesh serves.
+        """
+        self._read_directory, self._find_actor = read_directory, find_actor
+        self._hold_s, self._patience_s, self._drain_s = hold_s, patience_s, drain_s
+        self._directory = Directory(version=-1, reason="the mesh has not been found yet")
+        self._links: dict[str, ReplicaLink] = {}  # by actor name
+        self._leaving: dict[ReplicaLink, asyncio.Task[None]] = {}
+        self._requests: dict[str, TrackedRequest] = {}  # by the client's id
+        self._attempts: dict[str, TrackedRequest] = {}  # by the id on the wire
+        self._changed = asyncio.Event()  # replaced whenever it is set: all waiters look again
+        self._some_up, self._none_up_since = False, float("-inf")
+        self._follower: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connect in the background. Until it has, `ready` is false."""
-        for link in self._links:
-            link.start()
+        """Connects in the background. Until it has, `ready` is false."""
+        self._follower = asyncio.get_running_loop().create_task(self._follow())
 
     async def stop(self) -> None:
-        await asyncio.gather(*[link.stop() for link in self._links])
+        """Ends every request with an error."""
+        tasks = [*self._leaving.values(), *([self._follower] if self._follower else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for tracked in list(self._requests.values()):
+            tracked.mailbox.fail(EngineUnavailable("the front door is stopping"))
+        await asyncio.gather(*[link.stop() for link in [*self._links.values(), *self._leaving]])
+
+    # --- EngineClient -------------------------------------------------------------------------
 
     async def generate(
         self, request: GenerateRequest, pace: Pace = at_once
     ) -> AsyncIterator[TokenOutput]:
-        link = self._least_loaded()
-        mailbox = Mailbox(asyncio.get_running_loop(), link)
-        self._mailboxes[request.request_id] = mailbox
-        self._placed[request.request_id] = link
-        link.load += 1
-        taken = finished = False
+        ready, reason = self.ready()
+        if not ready:
+            raise EngineUnavailable(reason)
+        if request.request_id in self._requests:
+            raise RequestRefused(
+                f"request id {request.request_id!r} is already in use", "request_id"
+            )
+        tracked = TrackedRequest(request, Mailbox(asyncio.get_running_loop()))
+        self._requests[request.request_id] = tracked
+        finished = False
         try:
-            await link.submit(request)
-            taken = True
+            await self._place(tracked)
             while not finished:
-                output = await mailbox.take(pace)
+                output = await tracked.mailbox.take(pace)
                 finished = output.finish_reason is not None
                 yield output
         finally:
-            link.load -= 1
-            del self._mailboxes[request.request_id]
-            if taken and not finished:
-                self.abort(request.request_id)
-            del self._placed[request.request_id]
-
-    def _least_loaded(self) -> "Link":
-        up = [link for link in self._links if not link.down]
-        if not up:
-            raise EngineUnavailable(self.ready()[1])
-        return min(up, key=lambda link: link.load)
+            del self._requests[request.request_id]
+            tracked.mailbox.closed = True
+            if tracked.mover is not None:
+                tracked.mover.cancel()
+            self._detach(tracked, abort=not finished)
 
     def abort(self, request_id: str) -> None:
-        link = self._placed.get(request_id)
-        if link is not None:
-            link.abort(request_id)
+        tracked = self._requests.get(request_id)
+        if tracked is not None and tracked.link is not None:
+            tracked.link.abort(tracked.wire_id)
 
     def ready(self) -> tuple[bool, str]:
-        """One healthy replica serves; the reasons of all when none does."""
-        if any(not link.down for link in self._links):
+        """The mesh serves, and a replica takes requests or is about to."""
+        if not self._directory.serving:
+            return False, self._directory.reason
+        if self._up():
             return True, ""
-        return False, "; ".join(f"{link.name}: {link.down}" for link in self._links)
+        if time.monotonic() - self._none_up_since < self._patience_s:
+            return True, ""
+        reasons = [f"{link.seat}: {link.reason}" for link in self._links.values()]
+        return False, "; ".join(reasons) or "there is no attention replica"
 
     async def stats(self) -> Mapping[str, EngineStats | None]:
-        answers = await asyncio.gather(*[link.stats() for link in self._links])
+        links = list(self._links.values())
+        answers = await asyncio.gather(*[link.stats() for link in links])
         return {
-            link.name: stats
-            for link, stats in zip(self._links, answers, strict=True)
-            if stats is not None or link.down
+            link.seat: stats
+            for link, stats in zip(links, answers, strict=True)
+            if stats is not None or link.state == "down"
         }
 
+    # --- placing ------------------------------------------------------------------------------
 
-class Link:
-    """This ingress's end of one replica: its stream, its health, and what it carries."""
-
-    def __init__(self, name: str, find: Find, mailboxes: dict[str, Mailbox]) -> None:
-        self.name = name
-        self.load = 0
-        self.down = "not connected yet"
-        self._find = find
-        self._mailboxes = mailboxes
-        self._ingress = uuid.uuid4().hex
-        self._actor: Any = None
-        self._task: asyncio.Task[None] | None = None
-        self._pending: list[tuple[GenerateRequest, asyncio.Future[Refusal | None]]] = []
-        self._unanswered: set[asyncio.Future[Refusal | None]] = set()
-        self._aborts: list[str] = []
-        self._sending: set[asyncio.Task[None]] = set()
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(list[TokenOutput]).decode
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._keep())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._lose("the front door is stopping")
-
-    async def submit(self, request: GenerateRequest) -> None:
-        """Returns when the replica has taken it. Requests of one loop turn share a call."""
-        taken: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
-        self._pending.append((request, taken))
-        self._unanswered.add(taken)
-        taken.add_done_callback(self._unanswered.discard)
-        if len(self._pending) == 1:
-            asyncio.get_running_loop().call_soon(self._send)
-        refusal = await taken
-        if refusal is None:
-            return
-        kind, message, field = refusal
-        if kind == "refused":
-            raise RequestRefused(message, field)
-        raise EngineBusy(message) if kind == "busy" else EngineUnavailable(message)
-
-    def abort(self, request_id: str) -> None:
-        self._aborts.append(request_id)
-        if len(self._aborts) == 1:
-            asyncio.get_running_loop().call_soon(self._send_aborts)
-
-    def _send(self) -> None:
-        pending, self._pending = self._pending, []
-        task = asyncio.get_running_loop().create_task(self._submit_all(pending))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def _submit_all(
-        self, pending: Sequence[tuple[GenerateRequest, asyncio.Future[Refusal | None]]]
-    ) -> None:
-        message = self._encode([request for request, _ in pending])
+    async def _place(self, tracked: TrackedRequest) -> None:
+        """Returns when a replica has taken the request, or with an error in its mailbox."""
+        tracked.placing = True
+        deadline = time.monotonic() + self._hold_s
         try:
-            answers = await self._actor.submit.remote(self._ingress, message)
+            while not tracked.mailbox.closed and not await self._try(tracked, deadline):
+                pass
         except Exception as error:
-            answers = [("failed", first_line(error), "")] * len(pending)
-        for (request, taken), answer in zip(pending, answers, strict=True):
-            if not taken.done():
-                taken.set_result(None if answer is None else tuple(answer))
-            elif answer is None:
-                self.abort(request.request_id)  # its caller gave up while it was being sent
+            self._detach(tracked)
+            tracked.mailbox.fail(error)
+        finally:
+            tracked.placing = False
 
-    def _send_aborts(self) -> None:
-        aborts, self._aborts = self._aborts, []
-        if self._actor is not None and not self.down:
-            self._actor.abort.remote(aborts)
-
-    async def stats(self) -> EngineStats | None:
-        """None when it is down or does not answer in time."""
-        if self._actor is None or self.down:
-            return None
+    async def _try(self, tracked: TrackedRequest, deadline: float) -> bool:
+        """One attempt; whether the replica has taken the request and still has it."""
+        link = await self._next_link(tracked, deadline)
+        attempt = tracked.next_attempt()
+        self._attach(tracked, link)
         try:
-            answer = await asyncio.wait_for(_answer(self._actor.stats.remote()), STATS_SECONDS)
-        except Exception:
-            return None
-        return msgspec.msgpack.decode(answer, type=ReplicaStats).engine
+            await link.submit(attempt)
+        except NotTaken as error:
+            if tracked.link is link:  # it has said so; else the link was lost, which has counted
+                self._detach(tracked)
+                tracked.setback = str(error)
+                link.doubt(str(error))
+            return False
+        except EngineBusy as error:
+            self._detach(tracked)
+            if not tracked.begun:
+                raise  # nothing has begun: the client may come back
+            tracked.setback = str(error)
+            await asyncio.sleep(BUSY_SECONDS)
+            return False
+        tracked.taken = True
+        return tracked.link is link or tracked.mailbox.closed
 
-    async def _keep(self) -> None:
-        """Connected, or trying to be, for as long as the front door lives."""
+    async def _next_link(self, tracked: TrackedRequest, deadline: float) -> ReplicaLink:
+        """The replica with least to do. Raises EngineUnavailable when there is none in time."""
         while True:
-            try:
-                self._actor = await asyncio.to_thread(self._find)
-                reader = asyncio.create_task(self._read(self._actor))
-                try:
-                    await self._look(self._actor, reader)
-                finally:
-                    reader.cancel()
-                    await asyncio.gather(reader, return_exceptions=True)
-            except Exception as error:
-                self._lose(first_line(error))
-            await asyncio.sleep(LOOK_SECONDS)
+            changed = self._changed
+            free = up = self._up()
+            if tracked.losses >= SUSPICIOUS:
+                free = [link for link in up if link.trial is None]
+            in_line = bool(up) and not free  # a trial ends soon, with a token or without
+            left = deadline - time.monotonic()
+            if left <= 0 and not in_line:
+                reason = tracked.setback or self.ready()[1]
+                raise EngineUnavailable(f"no replica within {self._hold_s:g} s: {reason}")
+            if free:
+                return min(free, key=lambda link: link.load)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), None if in_line else left)
 
-    async def _read(self, actor: Any) -> None:
-        """Hand every message of the stream to the mailboxes. Returns only by an exception."""
-        stream = actor.stream.options(num_returns="streaming").remote(self._ingress)
-        async for reference in stream:
-            for output in self._decode(await reference):
-                mailbox = self._mailboxes.get(output.request_id)
-                if mailbox is not None:
-                    mailbox.put(output)
-        raise EngineUnavailable("its stream has ended")
+    def _up(self) -> list[ReplicaLink]:
+        return [link for link in self._links.values() if link.state == "up"]
 
-    async def _look(self, actor: Any, reader: "asyncio.Task[None]") -> None:
-        """Ask for health until the stream breaks or an answer stays out."""
-        while True:
-            # With our name: a replica aborts the requests of an ingress that falls silent. Ray
-            # does not tell it, it keeps the stream of a dead reader open.
-            health = asyncio.ensure_future(_answer(actor.health.remote(self._ingress)))
-            try:
-                await asyncio.wait(
-                    [health, reader], timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED
+    def _attach(self, tracked: TrackedRequest, link: ReplicaLink) -> None:
+        tracked.link = link
+        self._attempts[tracked.wire_id] = tracked
+        link.requests.add(tracked)
+        link.queued += tracked.queued
+        if tracked.losses >= SUSPICIOUS:
+            link.trial = tracked
+
+    def _detach(self, tracked: TrackedRequest, abort: bool = False) -> None:
+        """The present attempt is over for this side. abort: tell the replica."""
+        link = tracked.link
+        if link is None:
+            return
+        self._attempts.pop(tracked.wire_id, None)
+        link.requests.discard(tracked)
+        self._computed(tracked, link)
+        tracked.link = None
+        if abort:
+            link.abort(tracked.wire_id)
+        if link.leaving:
+            self._notify()
+
+    def _computed(self, tracked: TrackedRequest, link: ReplicaLink) -> None:
+        """The attempt has brought a token, or has ended: it does not queue any more."""
+        link.queued -= tracked.queued
+        tracked.queued = 0
+        if link.trial is tracked:
+            link.trial = None
+            self._notify()
+
+    def _move(self, tracked: TrackedRequest) -> None:
+        if not tracked.placing and not tracked.mailbox.closed:
+            tracked.mover = asyncio.get_running_loop().create_task(self._place(tracked))
+
+    # --- what links tell ------------------------------------------------------------------------
+
+    def deliver(self, link: ReplicaLink, output: TokenOutput) -> None:
+        tracked = self._attempts.get(output.request_id)
+        if tracked is None:
+            return  # of an attempt that was given up
+        if output.lost or output.finish_reason == "abort":
+            if output.lost:
+                link.doubt(output.error or "its engine has failed")
+            self._lose(tracked, f"{link.seat}: {output.error or 'the replica aborted it'}")
+            return
+        if tracked.queued and output.token_ids:
+            self._computed(tracked, link)
+        tracked.receive(output)
+        if output.finish_reason is not None:
+            self._detach(tracked)
+
+    def lost(self, link: ReplicaLink, reason: str) -> None:
+        for tracked in list(link.requests):
+            self._lose(tracked, reason)
+
+    def link_changed(self, link: ReplicaLink) -> None:
+        up = bool(self._up())
+        if self._some_up and not up:
+            self._none_up_since = time.monotonic()
+        self._some_up = up
+        self._notify()
+
+    def _lose(self, tracked: TrackedRequest, reason: str) -> None:
+        # Whoever was only silent must not go on computing it.
+        self._detach(tracked, abort=True)
+        tracked.setback = reason
+        tracked.losses += 1
+        tracked.all_losses += 1
+        if tracked.losses >= MOST_LOSSES or tracked.all_losses >= MOST_LOSSES_IN_ALL:
+            _log.error("request %s is given up: %s", tracked.request.request_id, reason)
+            tracked.mailbox.fail(
+                EngineUnavailable(
+                    f"given up, as {tracked.all_losses} replicas were lost while they had this "
+                    f"request; the last: {reason}"
                 )
-                if reader.done():
-                    reader.result()
-                if not health.done():
-                    raise EngineUnavailable(f"no answer for {ANSWER_SECONDS:g} s")
-                healthy, reason = health.result()
-            finally:
-                health.cancel()
-            if healthy:
-                self.down = ""
-            else:
-                # The engine ends its own requests with the reason; what it misses ends here.
-                self._lose(reason)
-            await asyncio.wait([reader], timeout=LOOK_SECONDS)
+            )
+        self._move(tracked)
 
-    def _lose(self, reason: str) -> None:
-        if not self.down:
-            _log.error("%s: %s", self.name, reason)
-        self.down = reason or "unknown"
-        for taken in list(self._unanswered):
-            if not taken.done():
-                taken.set_result(("failed", f"{self.name}: {self.down}", ""))
-        for mailbox in list(self._mailboxes.values()):
-            if mailbox.key is self:
-                mailbox.fail(EngineUnavailable(f"{self.name}: {self.down}"))
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
+    # --- the directory --------------------------------------------------------------------------
 
-async def _answer(reference: Any) -> Any:
-    return await reference
+    async def _follow(self) -> None:
+        """What is known stays in use while the directory cannot be read: requests can be served
+        without it."""
+        while True:
+            try:
+                self._apply(await self._read_directory(self._directory.version))
+            except Exception as error:
+                _log.warning("the mesh's directory cannot be read: %s", first_line(error))
+                if self._directory.version < 0:
+                    self._directory = Directory(version=-1, reason=first_line(error))
+                await asyncio.sleep(replica_link.LOOK_SECONDS)
+
+    def _apply(self, directory: Directory) -> None:
+        self._directory = directory
+        names = {name for _, name in directory.replicas}
+        for name in self._links.keys() - names:
+            link = self._links.pop(name)
+            link.leaving = True
+            self.link_changed(link)
+            self._leaving[link] = asyncio.get_running_loop().create_task(self._drain(link))
+        for seat, name in directory.replicas:
+            if name not in self._links:
+                link = ReplicaLink(seat, partial(self._find_actor, name), self)
+                self._links[name] = link
+                link.start()
+        self._notify()
+
+    async def _drain(self, link: ReplicaLink) -> None:
+        """See the module's text. Ends the link when it has nothing left."""
+        deadline = time.monotonic() + self._drain_s
+        while link.requests:
+            changed = self._changed
+            left = deadline - time.monotonic()
+            if left <= 0 and self._up():
+                for tracked in list(link.requests):
+                    self._detach(tracked, abort=True)
+                    self._move(tracked)
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left if left > 0 else None)
+        await link.stop()
+        self._leaving.pop(link, None)

@@ -9,21 +9,26 @@ Two ways in, one app:
 """
 
 import asyncio
+import contextlib
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from ray import serve
 from ray.serve import Application
 
 from expertmesh.actors.model.config import load_config
-from expertmesh.cluster.launch import Mesh, start
-from expertmesh.cluster.settings import ClusterSettings
+from expertmesh.cluster.keeper import start_keeper
+from expertmesh.cluster.settings import ClusterSettings, RecoverySettings
 from expertmesh.deploy.listener import bind, http_server
+from expertmesh.deploy.mesh_client import MeshClient
+from expertmesh.deploy.openai.admin import Admin
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.describe import describe
 from expertmesh.deploy.openai.served import Limits
@@ -41,8 +46,12 @@ class DoorSettings(BaseModel):
     model: Path
     served_model_name: str | None = None
     max_model_len: int | None = Field(None, ge=1)
-    replicas: tuple[str, ...] = Field(description="Names of the attention actors.")
+    mesh: str = Field(description="Name of the actor that keeps the mesh.")
     namespace: str
+    recovery: RecoverySettings = Field(default_factory=RecoverySettings)
+    admin_token: SecretStr | None = Field(
+        None, description="What /mesh asks for as a bearer token; unset: it answers this host only."
+    )
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     grace_seconds: int = Field(10, ge=0)
@@ -52,7 +61,7 @@ class DoorSettings(BaseModel):
 
 
 def door_app(settings: DoorSettings, behind_proxy: bool = False) -> FastAPI:
-    """The OpenAI app over a running mesh's attention actors, found by name."""
+    """The OpenAI app over a mesh, which is found by its keeper's name."""
     config = load_config(settings.model)
     limits = Limits(
         body_bytes=settings.body_bytes,
@@ -66,11 +75,13 @@ def door_app(settings: DoorSettings, behind_proxy: bool = False) -> FastAPI:
         max_model_len=settings.max_model_len,
         limits=limits,
     )
-
-    def finder(name: str) -> Any:
-        return lambda: ray.get_actor(name, namespace=settings.namespace)
-
-    client = RayEngineClient({name: finder(name) for name in settings.replicas})
+    mesh = MeshClient(settings.mesh, settings.namespace)
+    client = RayEngineClient(
+        mesh.directory,
+        partial(ray.get_actor, namespace=settings.namespace),
+        hold_s=settings.recovery.hold_s,
+        patience_s=settings.recovery.grace_s,
+    )
 
     @asynccontextmanager
     async def connected(app: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +89,9 @@ def door_app(settings: DoorSettings, behind_proxy: bool = False) -> FastAPI:
         yield
         await client.stop()
 
-    return build_app(client, info, lifespan=connected, behind_proxy=behind_proxy)
+    token = settings.admin_token
+    admin = Admin(mesh, None if token is None else token.get_secret_value())
+    return build_app(client, info, admin=admin, lifespan=connected, behind_proxy=behind_proxy)
 
 
 class Door:
@@ -119,31 +132,32 @@ def door_application(settings: DoorSettings, node_address: str) -> Application:
     return cast(Application, deployment.bind(settings))
 
 
+def admin_token() -> SecretStr | None:
+    """From the environment, where no list of processes shows it."""
+    value = os.environ.get("EXPERTMESH_ADMIN_TOKEN", "").strip()
+    return SecretStr(value) if value else None
+
+
 def _deployment(kind: type, resources: dict[str, float] | None = None, **options: Any) -> Any:
     """A deployment that reserves no CPU slot and computes in one thread."""
     placed = {"num_cpus": 0, "runtime_env": _ENV, "resources": resources or {}}
     return serve.deployment(kind, ray_actor_options=placed, **options)
 
 
-class MeshKeeper:
-    """Owns a mesh for as long as Serve keeps this deployment. When the mesh fails, Serve's health
-    check replaces the keeper, and with it the mesh."""
+class MeshOwner:
+    """Keeps a mesh for as long as Serve keeps this deployment. The mesh repairs itself; only when
+    its keeper has died is there something for Serve to replace."""
 
     def __init__(self, settings: ClusterSettings) -> None:
-        self._mesh: Mesh = start(settings)
-
-    def replicas(self) -> tuple[str, ...]:
-        settings = self._mesh.settings
-        return settings.actor_names[: settings.attention_replicas]
+        self._keeper = start_keeper(settings)
 
     def check_health(self) -> None:
-        state, reason = self._mesh.state()
-        if state != "ready":
-            raise RuntimeError(f"the mesh is {state}: {reason}")
+        """Raises RayError when the keeper is gone."""
+        self._keeper.directory()
 
     def __del__(self) -> None:
-        if hasattr(self, "_mesh"):
-            self._mesh.stop()
+        with contextlib.suppress(Exception):
+            self._keeper.stop()
 
 
 class AppSettings(BaseModel):
@@ -167,12 +181,14 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         model=mesh.load.model,
         served_model_name=settings.served_model_name,
         max_model_len=settings.max_model_len,
-        replicas=mesh.actor_names[: mesh.attention_replicas],
+        mesh=mesh.mesh_name,
         namespace=mesh.namespace,
+        recovery=mesh.recovery,
+        admin_token=admin_token(),
         chunks_per_second=settings.chunks_per_second,
     )
-    keeper = _deployment(
-        MeshKeeper,
+    owner = _deployment(
+        MeshOwner,
         name="mesh",
         num_replicas=1,
         health_check_period_s=2,
@@ -183,7 +199,7 @@ def build_openai_app(args: dict[str, Any]) -> Application:
     @serve.ingress(lambda: door_app(door, behind_proxy=True))
     class Ingress:
         def __init__(self, mesh: Any) -> None:
-            self._mesh = mesh  # ties the keeper to this application
+            self._mesh = mesh  # ties the mesh to this application
 
     deployment = _deployment(
         Ingress,
@@ -192,4 +208,4 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         max_ongoing_requests=10_000,
         graceful_shutdown_timeout_s=30,
     )
-    return cast(Application, deployment.bind(keeper))
+    return cast(Application, deployment.bind(owner))

@@ -154,10 +154,19 @@ class Engine:
         stats = msgspec.structs.replace(self._count)
         stats.running = len(self.scheduler.running)
         stats.waiting = max(0, len(self._names) - stats.running)
+        stats.waiting_tokens = self._waiting_tokens()
         stats.pages_free, stats.slots_free = self.pages.free, self.slots.free
         stats.preemptions = self.scheduler.preemptions
         stats.failed = self.failed
         return stats
+
+    def _waiting_tokens(self) -> int:
+        arrived = [item for item in list(self._inbox) if isinstance(item, GenerateRequest)]
+        return sum(len(each.prompt_ids) + len(each.resume_ids) for each in arrived) + sum(
+            len(seq.tokens) - seq.computed
+            for seq in list(self._sequences.values())
+            if seq.computed < seq.prompt_len
+        )
 
     # --- the stepping thread ------------------------------------------------------------------
 

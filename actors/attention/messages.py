@@ -112,6 +112,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 class EngineStats(msgspec.Struct, kw_only=True):
     """Gauges of this moment, and counters since the engine started.
 
+    waiting_tokens: those of requests that wait, or whose prompt is under way, still to be computed.
     prompt_tokens: of sequences whose prompt has been computed, each counted once however often it
     was preempted, and not again where it resumes. generation_tokens: tokens handed out.
     recomputed_tokens: rows that a preemption or a resumed request made the model compute again.
@@ -120,6 +121,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0
     pages_total: int = 0
     pages_free: int = 0
     slots_total: int = 0

@@ -16,6 +16,7 @@ from expertmesh import __version__
 from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.engine_client import EngineClient
 from expertmesh.deploy.openai import chat, completions
+from expertmesh.deploy.openai.admin import Admin, RebalanceRequest, RecordRequest, ScaleRequest
 from expertmesh.deploy.openai.body import read_json
 from expertmesh.deploy.openai.errors import ApiError, bad, from_validation, unavailable, unsupported
 from expertmesh.deploy.openai.generation import Generation
@@ -45,11 +46,13 @@ def build_app(
     client: EngineClient,
     info: ServedModel,
     *,
+    admin: Admin | None = None,
     lifespan: Lifespan | None = None,
     behind_proxy: bool = False,
 ) -> FastAPI:
     """Routes for one served model. Two apps in a process share nothing.
 
+    admin: the mesh behind the client, if there is one.
     lifespan: what must live as long as the app, on its event loop (a client's connections).
     behind_proxy: Serve's proxy answers with X-Request-Id itself.
     """
@@ -61,7 +64,8 @@ def build_app(
         redirect_slashes=False,  # clients do not follow a 307 of a POST; a 404 says what is wrong
         lifespan=lifespan,
     )
-    door = FrontDoor(client, info)
+    admin = admin or Admin(None)
+    door = FrontDoor(client, info, admin)
     app.add_middleware(Edge, tag=not behind_proxy)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -79,8 +83,24 @@ def build_app(
     app.get("/ready", response_model=None)(door.ready)
     app.get("/version", response_model=None)(door.version)
     app.get("/metrics", response_model=None)(door.metrics)
-    add_definitions(app, (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest))
+    app.get("/mesh", response_model=None)(admin.status)
+    app.get("/mesh/routing", response_model=None)(admin.routing)
+    post("/mesh/scale", ScaleRequest, admin.scale)
+    post("/mesh/rebalance", RebalanceRequest, admin.rebalance)
+    post("/mesh/routing/record", RecordRequest, admin.record)
+    add_definitions(app, POSTED)
     return app
+
+
+POSTED: tuple[type[Strict], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ScaleRequest,
+    RebalanceRequest,
+    RecordRequest,
+)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
@@ -107,8 +127,8 @@ def _json(value: Any, status: int = 200) -> Response:
 class FrontDoor:
     """The endpoints. Every failure leaves as an ApiError."""
 
-    def __init__(self, client: EngineClient, served: ServedModel) -> None:
-        self._client = client
+    def __init__(self, client: EngineClient, served: ServedModel, admin: Admin) -> None:
+        self._client, self._admin = client, admin
         self._served = served
         self._traffic = Traffic(served.limits.chunks_per_second)
         self._telemetry = Telemetry(served.name, lambda: self._traffic.requests)

@@ -12,13 +12,17 @@ from expertmesh.deploy.openai.errors import ApiError, bad
 HEAVY_BYTES = 16 * 1024
 
 
-async def read_json(request: Request, limit: int, max_depth: int) -> tuple[dict[str, Any], bool]:
+async def read_json(
+    request: Request, limit: int, max_depth: int, *, empty_ok: bool = False
+) -> tuple[dict[str, Any], bool]:
     """(the request's JSON object, whether working on it belongs in a thread).
 
-    Raises ApiError 400 or 413, or ClientDisconnect. Top-level nulls are dropped: clients send
-    null for "unset", so it must mean the absent key.
+    empty_ok: no body at all counts as {}. Raises ApiError 400 or 413, or ClientDisconnect.
+    Top-level nulls are dropped: clients send null for "unset", so it must mean the absent key.
     """
     raw = await _read(request, limit)
+    if empty_ok and not raw:
+        return {}, False
     if len(raw) > HEAVY_BYTES:
         return await asyncio.to_thread(parse, raw, max_depth), True
     return parse(raw, max_depth), False

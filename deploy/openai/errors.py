@@ -21,6 +21,7 @@ ECHO_LIMIT = 80
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
@@ -30,6 +31,8 @@ _TYPES = {
     504: "timeout_error",
 }
 _CODES = {
+    401: "invalid_api_key",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     413: "request_too_large",
@@ -79,6 +82,8 @@ class ApiError(Exception):
         extra = dict(headers or {})
         if self.retry_after is not None:
             extra["retry-after"] = str(self.retry_after)
+        if self.status == 401:
+            extra["www-authenticate"] = "Bearer"
         return Response(
             orjson.dumps(self.envelope()),
             status_code=self.status,

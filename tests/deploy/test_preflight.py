@@ -21,7 +21,10 @@ from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.listener import KEEP_ALIVE_SECONDS, bind, http_server
 from expertmesh.deploy.preflight import MemoryPlan
 from expertmesh.deploy.serve_app import DoorSettings, build_openai_app
-from expertmesh.deploy.serve_command import ServeOptions, _announce, _found_damage, _serve_here, run
+from expertmesh.deploy.serve_command import _serve_here, run
+from expertmesh.deploy.serve_console import announce
+from expertmesh.deploy.serve_mesh import found_damage
+from expertmesh.deploy.serve_options import ServeOptions
 from tests.support.http_server import free_port
 
 
@@ -148,7 +151,7 @@ def test_damage_is_told_from_other_failed_starts() -> None:
     ):
         error = RuntimeError("the mesh")
         error.__cause__ = cause
-        assert _found_damage(error) is damaged
+        assert found_damage(error) is damaged
 
 
 @pytest.mark.parametrize("problem", [CheckpointError("a.safetensors: scale 255"), ConfigError("x")])
@@ -168,8 +171,8 @@ def test_damage_found_while_reading_is_refused(
 
 def test_the_printed_example_fits_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     console = Console(record=True, soft_wrap=True)
-    _announce(console, options(checkpoint), 0.0)
-    _announce(console, options(tmp_path), 0.0)
+    announce(console, options(checkpoint), 0.0)
+    announce(console, options(tmp_path), 0.0)
     text = console.export_text()
     assert '"prompt": "Once upon a time"' in text and '"prompt": [1, 2, 3]' in text
 
@@ -178,8 +181,11 @@ def test_memory_plan_counts_what_is_loaded(checkpoint: Path) -> None:
     config = preflight.check_folder(checkpoint)
     summary = preflight.check_checkpoint(checkpoint, config)
     load, engine = LoadSettings(model=checkpoint), EngineSettings(pages=16, slots=2)
-    one = preflight.plan_memory(config, summary, load, engine, 1, 2)
-    two = preflight.plan_memory(config, summary, load, engine, 2, 2)
+    half = config.num_experts // 2
+    one = preflight.plan_memory(config, summary, load, engine, 1, 2, half)
+    two = preflight.plan_memory(config, summary, load, engine, 2, 2, half)
+    spare = preflight.plan_memory(config, summary, load, engine, 1, 2, 2 * half)
+    assert spare.experts == 2 * one.experts and spare.attention == one.attention
     local = preflight.plan_memory(config, summary, load, engine, 2, 0)
     assert one.attention == summary.attention.parameters * 4
     assert two.attention == 2 * one.attention and two.experts == one.experts
@@ -229,4 +235,4 @@ def test_serve_arguments_are_strict(checkpoint: Path) -> None:
         with pytest.raises(ValidationError):
             build_openai_app(bad)
     with pytest.raises(ValidationError):
-        DoorSettings(model=checkpoint, replicas=("a",), namespace="n", port=0)
+        DoorSettings(model=checkpoint, mesh="a", namespace="n", port=0)

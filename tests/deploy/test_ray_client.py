@@ -1,259 +1,276 @@
-"""The client over attention actors, against actors that are plain objects: no Ray is started."""
+"""The client over attention actors that come and go; they are plain objects, no Ray is started."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-import msgspec
 import pytest
 
-from expertmesh.actors.attention.actor import ReplicaStats
 from expertmesh.actors.attention.messages import (
     EngineBusy,
-    EngineStats,
-    GenerateRequest,
     RequestRefused,
-    SamplingParams,
-    TokenOutput,
 )
-from expertmesh.deploy import ray_client
+from expertmesh.actors.process import Health
+from expertmesh.deploy import ray_client, replica_link
 from expertmesh.deploy.engine_client import EngineUnavailable
 from expertmesh.deploy.openai.telemetry import Telemetry
-from expertmesh.deploy.ray_client import RayEngineClient
-
-
-class Method:
-    """`actor.method.remote(...)` for a coroutine function, or a streaming one with options()."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def options(self, **options: Any) -> "Method":
-        assert options == {"num_returns": "streaming"}
-        return self
-
-    def remote(self, *arguments: Any) -> Any:
-        answer = self._function(*arguments)
-        return answer if hasattr(answer, "__aiter__") else asyncio.ensure_future(answer)
-
-
-class Replica:
-    """What an attention actor does, without an engine: `say` sends outputs to the ingress."""
-
-    def __init__(self) -> None:
-        self.healthy: tuple[bool, str] = (True, "")
-        self.dead = asyncio.Event()
-        self.frozen = False
-        self.answer: Any = None
-        self.received: list[GenerateRequest] = []
-        self.calls = 0
-        self.aborted: list[str] = []
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self.submit, self.abort = Method(self._submit), Method(self._abort)
-        self.stream, self.stats = Method(self._stream), Method(self._stats)
-        self.health = Method(self._health)
-
-    async def _pause(self) -> None:
-        if self.dead.is_set():
-            raise ConnectionError("The actor died unexpectedly.\nmore lines")
-        while self.frozen:
-            await asyncio.sleep(0.01)
-
-    async def _submit(self, ingress: str, message: bytes) -> list[Any]:
-        await self._pause()
-        self.calls += 1
-        requests = msgspec.msgpack.decode(message, type=list[GenerateRequest])
-        self.received += requests
-        return [self.answer] * len(requests)
-
-    async def _abort(self, ids: list[str]) -> None:
-        self.aborted += ids
-
-    async def _health(self, ingress: str) -> tuple[bool, str]:
-        assert ingress  # else the replica could not tell that this front door is gone
-        await self._pause()
-        return self.healthy
-
-    async def _stats(self) -> bytes:
-        await self._pause()
-        stats = ReplicaStats(engine=EngineStats(running=len(self.received)))
-        return msgspec.msgpack.encode(stats)
-
-    async def _stream(self, ingress: str) -> AsyncIterator[Any]:
-        while True:
-            message = asyncio.ensure_future(self._outbox.get())
-            died = asyncio.ensure_future(self.dead.wait())
-            await asyncio.wait([message, died], return_when=asyncio.FIRST_COMPLETED)
-            died.cancel()
-            if not message.done():
-                message.cancel()
-                raise ConnectionError("The actor died unexpectedly.")
-            yield message
-
-    def say(self, *outputs: TokenOutput) -> None:
-        self._outbox.put_nowait(msgspec.msgpack.encode(list(outputs)))
-
-
-def request(name: str) -> GenerateRequest:
-    return GenerateRequest(name, [1, 2], SamplingParams(max_tokens=9))
-
-
-def out(name: str, *ids: int, finish: Any = None) -> TokenOutput:
-    return TokenOutput(request_id=name, token_ids=list(ids), finish_reason=finish)
-
-
-async def collect(client: RayEngineClient, name: str) -> list[int]:
-    return [token async for output in client.generate(request(name)) for token in output.token_ids]
-
-
-def run(scenario: Callable[[RayEngineClient, list[Replica]], Coroutine[Any, Any, None]]) -> None:
-    """Two replicas, connected; the scenario; stopped."""
-
-    async def main() -> None:
-        replicas = [Replica(), Replica()]
-        client = RayEngineClient({"r0": lambda: replicas[0], "r1": lambda: replicas[1]})
-        assert client.ready() == (False, "r0: not connected yet; r1: not connected yet")
-        client.start()
-        await until(lambda: not any(link.down for link in client._links))
-        try:
-            await scenario(client, replicas)
-        finally:
-            await client.stop()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+from tests.support.client_scene import DRAIN_S, Scene, collect, out, run, until
+from tests.support.fake_replica import FakeReplica
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_client, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(ray_client, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(replica_link, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(replica_link, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(ray_client, "BUSY_SECONDS", 0.02)
 
 
-def test_outputs_reach_their_requests() -> None:
-    async def scenario(client: RayEngineClient, replicas: list[Replica]) -> None:
-        first = asyncio.create_task(collect(client, "a"))
-        second = asyncio.create_task(collect(client, "b"))
-        await until(lambda: all(replica.received for replica in replicas))  # one each
-        owner = {replica.received[0].request_id: replica for replica in replicas}
-        owner["a"].say(out("a", 1), out("stranger", 9))
-        owner["b"].say(out("b", 5))
-        owner["a"].say(out("a", 2, finish="stop"))
-        owner["b"].say(out("b", 6, 7, finish="length"))
-        assert (await first, await second) == ([1, 2], [5, 6, 7])
-        stats = await client.stats()
-        assert {name: one and one.running for name, one in stats.items()} == {"r0": 1, "r1": 1}
-        assert not replicas[0].aborted and not replicas[1].aborted
+class TestDelivery:
+    def test_outputs_reach_their_requests(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            first, second = await scene.ask("a", "b")  # one on each
+            a, b = scene.owner("a"), scene.owner("b")
+            assert a is not None and b is not None and a is not b
+            a.say(out("a", 1), out("stranger", 9))
+            b.say(out("b", 5))
+            a.say(out("a", 2, finish="stop"))
+            b.say(out("b", 6, 7, finish="length"))
+            assert (await first, await second) == ([1, 2], [5, 6, 7])
+            stats = await scene.client.stats()
+            assert {name: one and one.running for name, one in stats.items()} == {"r0": 1, "r1": 1}
+            assert not a.aborted and not b.aborted
 
-    run(scenario)
+        run(scenario)
 
+    def test_requests_of_one_turn_share_a_call(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            tasks = await scene.ask(*[str(n) for n in range(10)])
+            assert [len(replica.received) for replica in scene.replicas] == [5, 5]
+            assert [replica.calls for replica in scene.replicas] == [1, 1]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await until(lambda: sum(len(replica.aborted) for replica in scene.replicas) == 10)
 
-def test_a_replica_that_is_down_is_seen_in_the_metrics() -> None:
-    async def scenario(client: RayEngineClient, replicas: list[Replica]) -> None:
-        replicas[0].dead.set()
-        await until(lambda: bool(client._links[0].down))
-        stats = await client.stats()
-        assert stats["r0"] is None and stats["r1"] is not None
-        lines = Telemetry("m", lambda: 0.0).exposition(stats).decode().splitlines()
-        series = [line for line in lines if 'engine="r0"' in line]
-        assert len(series) == 1 and series[0].startswith("expertmesh_engine_up{")
-        assert series[0].endswith(" 0.0")
-        assert any('engine="r1"' in line and line.endswith(" 1.0") for line in lines)
+        run(scenario)
 
-    run(scenario)
+    def test_prompts_in_line_count_until_their_first_token(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            (long,) = await scene.ask("long", prompt=640)
+            busy = scene.owner("long")
+            assert busy is not None
+            shorts = await scene.ask("s0", "s1", "s2")
+            assert len(busy.received) == 1  # the other one took all three
+            busy.say(out("long", 1))
+            await until(lambda: all(link.queued < 10 for link in scene.client._links.values()))
+            shorts += await scene.ask("s3", "s4")
+            assert [one.request_id for one in busy.received] == ["long", "s3", "s4"]
+            for task in [long, *shorts]:
+                task.cancel()
+            await asyncio.gather(long, *shorts, return_exceptions=True)
 
+        run(scenario)
 
-def test_requests_of_one_turn_share_a_call() -> None:
-    async def scenario(client: RayEngineClient, replicas: list[Replica]) -> None:
-        tasks = [asyncio.create_task(collect(client, str(n))) for n in range(10)]
-        await until(lambda: sum(len(replica.received) for replica in replicas) == 10)
-        assert [len(replica.received) for replica in replicas] == [5, 5]
-        assert [replica.calls for replica in replicas] == [1, 1]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: sum(len(replica.aborted) for replica in replicas) == 10)
+    @pytest.mark.parametrize(
+        ("answer", "error"),
+        [
+            (("refused", "needs 9 pages", "max_tokens"), RequestRefused),
+            (("busy", "full", ""), EngineBusy),
+            (("failed", "rank 1 is gone", ""), EngineUnavailable),
+        ],
+    )
+    def test_refusals_keep_their_kind(self, answer: Any, error: type[Exception]) -> None:
+        async def scenario(scene: Scene) -> None:
+            for replica in scene.replicas:
+                replica.answer = answer
+            with pytest.raises(error, match=answer[1]) as caught:
+                await collect(scene.client, "a")
+            if isinstance(caught.value, RequestRefused):
+                assert caught.value.field == "max_tokens"
 
-    run(scenario)
+        run(scenario)
 
+    def test_an_id_in_use_is_refused(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            (first,) = await scene.ask("a")
+            with pytest.raises(RequestRefused, match="already in use"):
+                await collect(scene.client, "a")
+            scene.owner("a").say(out("a", 1, finish="stop"))  # type: ignore[union-attr]
+            assert await first == [1]
 
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        (("refused", "needs 9 pages", "max_tokens"), RequestRefused),
-        (("busy", "full", ""), EngineBusy),
-        (("failed", "rank 1 is gone", ""), EngineUnavailable),
-    ],
-)
-def test_refusals_keep_their_kind(answer: Any, error: type[Exception]) -> None:
-    async def scenario(client: RayEngineClient, replicas: list[Replica]) -> None:
-        for replica in replicas:
-            replica.answer = answer
-        with pytest.raises(error, match=answer[1]) as caught:
-            await collect(client, "a")
-        if isinstance(caught.value, RequestRefused):
-            assert caught.value.field == "max_tokens"
-        assert not any(link.load for link in client._links)
+        run(scenario)
 
-    run(scenario)
+    def test_a_sampled_request_has_a_seed_before_it_leaves(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            tasks = await scene.ask("a", "b", temperature=0.7)
+            tasks += await scene.ask("c", temperature=0.7, seed=5)
+            tasks += await scene.ask("d")
+            seeds = [scene.attempt(name).params.seed for name in "abcd"]
+            assert seeds[0] is not None and seeds[1] is not None and seeds[0] != seeds[1]
+            assert seeds[2:] == [5, None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-
-def test_a_dead_replica_fails_only_its_own() -> None:
-    async def scenario(client: RayEngineClient, replicas: list[Replica]) -> None:
-        tasks = {name: asyncio.create_task(collect(client, name)) for name in "ab"}
-        await until(lambda: all(replica.received for replica in replicas))
-        dead, alive = replicas
-        dead.dead.set()
-        with pytest.raises(EngineUnavailable, match="r0: The actor died unexpectedly"):
-            await tasks[dead.received[0].request_id]
-        assert client.ready() == (True, "")
-        name = alive.received[0].request_id
-        alive.say(out(name, 3, finish="stop"))
-        assert await tasks[name] == [3]
-        later = asyncio.create_task(collect(client, "c"))
-        await until(lambda: len(alive.received) == 2)
-        alive.say(out("c", 4, finish="stop"))
-        assert await later == [4]
-        alive.dead.set()
-        await until(lambda: not client.ready()[0])
-        assert "r0: The actor died" in client.ready()[1] and "r1:" in client.ready()[1]
-        with pytest.raises(EngineUnavailable):
-            await collect(client, "d")
-
-    run(scenario)
+        run(scenario)
 
 
-def test_a_silent_replica_counts_as_lost() -> None:
-    async def scenario(client: RayEngineClient, replicas: list[Replica]) -> None:
-        for replica in replicas:
-            replica.frozen = True
-        with pytest.raises(EngineUnavailable, match="no answer"):
-            await collect(client, "a")  # even while it is being submitted
-        await until(lambda: not client.ready()[0])
-        for replica in replicas:
-            replica.frozen = False
-        await until(lambda: client.ready()[0])
+class TestWaiting:
+    def test_for_a_replica_that_comes_back(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            (task,) = await scene.ask("a")
+            only = scene.replicas[0]
+            only.say(out("a", 1))
+            await until(lambda: scene.client._requests["a"].ids == [1])
+            only.dead.set()
+            await until(lambda: scene.links() == {"r0": "down"})
+            assert scene.client.ready() == (True, "")  # for a moment: it will be served
+            late = asyncio.create_task(collect(scene.client, "b"))
+            await asyncio.sleep(0.05)
+            fresh = scene.mesh.replicas["r0.2"] = FakeReplica()
+            del scene.mesh.replicas["r0"]
+            scene.mesh.publish(**{"r0.2": "r0"})
+            await until(lambda: len(fresh.received) == 2)
+            fresh.say(out("a~1", 2, finish="stop"), out("b", 3, finish="stop"))
+            assert (await task, await late) == ([1, 2], [3])
+            assert list(await scene.client.stats()) == ["r0"]  # the seat, not the process
 
-    run(scenario)
+        run(scenario, replicas=1)
+
+    def test_but_not_for_ever(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            (task,) = await scene.ask("a")
+            scene.replicas[0].dead.set()
+            with pytest.raises(EngineUnavailable, match=r"no replica within 0.6 s.*died"):
+                await task
+            assert not scene.client.ready()[0]
+            with pytest.raises(EngineUnavailable, match="r0: The actor died unexpectedly"):
+                await collect(scene.client, "b")
+
+        run(scenario, replicas=1)
+
+    def test_a_client_that_leaves_while_it_waits_leaves_nothing(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            (task,) = await scene.ask("a")
+            scene.replicas[0].dead.set()
+            await until(lambda: not scene.client._attempts)
+            late = asyncio.create_task(collect(scene.client, "b"))
+            await asyncio.sleep(0.02)
+            for one in (task, late):
+                one.cancel()
+            await asyncio.gather(task, late, return_exceptions=True)
+            assert scene.nothing_left()
+            fresh = scene.mesh.replicas["r1"] = FakeReplica()
+            scene.mesh.publish()
+            await until(lambda: scene.links().get("r1") == "up")
+            await asyncio.sleep(0.05)
+            assert not fresh.received
+
+        run(scenario, replicas=1)
+
+    def test_while_the_mesh_does_not_serve(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            (task,) = await scene.ask("a")
+            owner = scene.owner("a")
+            assert owner is not None
+            scene.mesh.publish(serving=False, reason="7 experts have no room")
+            await until(lambda: not scene.client.ready()[0])
+            assert scene.client.ready() == (False, "7 experts have no room")
+            with pytest.raises(EngineUnavailable, match="7 experts have no room"):
+                await collect(scene.client, "b")
+            await asyncio.sleep(0.05)
+            assert not task.done() and not owner.aborted
+            scene.mesh.publish()
+            await until(lambda: scene.client.ready()[0])
+            owner.say(out("a", 1, finish="stop"))
+            assert await task == [1]
+
+        run(scenario)
+
+    def test_ready_is_red_when_the_patience_is_over_and_green_again(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            for replica in scene.replicas:
+                replica.health_answer = Health(False, "waits for epoch 2")
+            await until(lambda: set(scene.links().values()) == {"held"})
+            assert scene.client.ready()[0]
+            await until(lambda: not scene.client.ready()[0])
+            assert scene.client.ready()[1] == "r0: waits for epoch 2; r1: waits for epoch 2"
+            scene.replicas[1].health_answer = Health(True)
+            await until(lambda: scene.client.ready()[0])
+
+        run(scenario)
 
 
-def test_an_unhealthy_replica_is_avoided_and_comes_back() -> None:
-    async def scenario(client: RayEngineClient, replicas: list[Replica]) -> None:
-        replicas[0].healthy = (False, "expert actor 1 has died")
-        await until(lambda: bool(client._links[0].down))
-        task = asyncio.create_task(collect(client, "a"))
-        await until(lambda: bool(replicas[1].received))
-        assert not replicas[0].received
-        replicas[1].healthy = (False, "the same")
-        with pytest.raises(EngineUnavailable, match="the same"):
-            await task
-        assert "expert actor 1 has died" in client.ready()[1]
-        replicas[0].healthy = (True, "")
-        await until(lambda: client.ready()[0])
+class TestDirectory:
+    def test_newcomers_are_used_and_leavers_drain(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            short, long = await scene.ask("short", "long")
+            leaver = scene.owner("short")
+            assert leaver is scene.owner("long")
+            fresh = scene.mesh.replicas["new"] = FakeReplica()
+            del scene.mesh.replicas["r0"]
+            scene.mesh.publish()
+            await until(lambda: scene.links() == {"new": "up"})
+            (third,) = await scene.ask("third")
+            assert [one.request_id for one in fresh.received] == ["third"]
+            leaver.say(out("short", 1, finish="stop"), out("long", 1))  # type: ignore[union-attr]
+            assert await short == [1]
+            await until(lambda: len(fresh.received) == 2)  # the time to drain is over
+            assert fresh.received[1].resume_ids == [1]
+            fresh.say(out("long~1", 2, finish="stop"), out("third", 3, finish="stop"))
+            assert (await long, await third) == ([1, 2], [3])
+            await until(lambda: not scene.client._leaving)
 
-    run(scenario)
+        run(scenario, replicas=1)
+
+    def test_the_last_one_to_leave_keeps_what_it_has(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            (task,) = await scene.ask("a")
+            leaver = scene.replicas[0]
+            scene.mesh.replicas.clear()
+            scene.mesh.publish()
+            await asyncio.sleep(2 * DRAIN_S)
+            assert not leaver.aborted
+            assert scene.client.ready() == (False, "there is no attention replica")
+            leaver.say(out("a", 1, finish="stop"))
+            assert await task == [1]
+            await until(lambda: not scene.client._leaving)
+
+        run(scenario, replicas=1)
+
+    def test_without_the_directory_what_is_known_serves_on(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            scene.mesh.readable = False
+            scene.mesh.publish()  # ends the read that is under way
+            await asyncio.sleep(0.1)
+            (task,) = await scene.ask("a")
+            scene.owner("a").say(out("a", 1, finish="stop"))  # type: ignore[union-attr]
+            assert await task == [1]
+            scene.mesh.readable = True
+            scene.mesh.publish(serving=False, reason="back, and red")
+            await until(lambda: scene.client.ready() == (False, "back, and red"))
+
+        run(scenario)
+
+    def test_stopping_ends_every_request(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            tasks = await scene.ask("a", "b")
+            await scene.client.stop()
+            for task in tasks:
+                with pytest.raises(EngineUnavailable, match="stopping"):
+                    await task
+
+        run(scenario)
+
+    def test_a_replica_that_is_down_is_seen_in_the_metrics(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            scene.replicas[0].dead.set()
+            await until(lambda: scene.links()["r0"] == "down")
+            stats = await scene.client.stats()
+            assert stats["r0"] is None and stats["r1"] is not None
+            lines = Telemetry("m", lambda: 0.0).exposition(stats).decode().splitlines()
+            series = [line for line in lines if 'engine="r0"' in line]
+            assert len(series) == 1 and series[0].startswith("expertmesh_engine_up{")
+            assert series[0].endswith(" 0.0")
+            assert any('engine="r1"' in line and line.endswith(" 1.0") for line in lines)
+
+        run(scenario)

@@ -2,6 +2,7 @@
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -262,6 +263,18 @@ def test_no_plan_with_work_is_an_error_with_numbers() -> None:
     answer = finish(engine, max_steps=3)["r"]
     assert answer.finish_reason == "error"
     assert "0 of 2 pages" in str(engine.failed) and "EngineStalled" in str(engine.failed)
+
+
+def test_tokens_in_line_are_those_not_yet_computed() -> None:
+    engine = fake_engine(slots=2, step_tokens=64)
+    engine.submit(request("long", [1] * 200, 4))
+    engine.submit(msgspec.structs.replace(request("again", [2] * 10, 9), resume_ids=[5, 6]))
+    engine.submit(request("waits", [3] * 30, 4))
+    assert engine.stats().waiting_tokens == 200 + 12 + 30
+    engine.step()
+    assert engine.stats().waiting_tokens < 200 + 12 + 30
+    finish(engine)
+    assert engine.stats().waiting_tokens == 0
 
 
 def test_submit_from_many_threads() -> None:

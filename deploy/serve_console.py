@@ -1,0 +1,84 @@
+"""What `expertmesh serve` prints before and when it serves."""
+
+import time
+
+from rich.console import Console
+
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.summary import CheckpointSummary
+from expertmesh.deploy import preflight
+from expertmesh.deploy.preflight import size_text
+from expertmesh.deploy.serve_options import ServeOptions
+
+
+def print_plan(
+    console: Console, options: ServeOptions, config: ModelConfig, summary: CheckpointSummary
+) -> None:
+    actors = (
+        "one process"
+        if options.one_process
+        else f"{options.attention_replicas} attention + {options.expert_actors} expert actors"
+    )
+    parameters = summary.attention.parameters + summary.experts.parameters
+    console.print(
+        f"[bold]{options.served_name}[/] ({config.family}, {parameters / 1e6:.1f} M parameters, "
+        f"{config.num_layers} layers, {config.num_experts} experts, "
+        f"{config.experts_per_token} per token)"
+    )
+    console.print(
+        f"  weights   {size_text(summary.text_bytes)} in {summary.shards} "
+        f"shard{'s' if summary.shards > 1 else ''}, {options.dtype} compute, {actors}"
+    )
+    state = preflight.state_bytes(config, options.engine(config), 4)
+    console.print(
+        f"  state     {options.kv_pages} pages of {PAGE_TOKENS} tokens, {options.max_running} "
+        f"slots, {size_text(state)} per replica; {options.context(config)} tokens a request"
+    )
+    console.print(f"  address   {url_of(options)}")
+    asked, given = options.max_model_len, options.context(config)
+    if asked is not None and asked > given:
+        console.print(
+            f"[yellow]warning[/]: --max-model-len {asked} is cut to {given}: the model knows "
+            f"{config.max_position} positions, and --kv-pages {options.kv_pages} hold "
+            f"{options.kv_pages * PAGE_TOKENS} tokens"
+        )
+
+
+def url_of(options: ServeOptions) -> str:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"http://{host}:{options.port}"
+
+
+def announce(console: Console, options: ServeOptions, began: float) -> None:
+    url, name = url_of(options), options.served_name
+    # Without a tokenizer the server takes token ids only.
+    prompt = '"Once upon a time"' if preflight.has_tokenizer(options.model) else "[1, 2, 3]"
+    console.print(f"[bold green]ready[/] after {time.monotonic() - began:.1f} s at {url}")
+    console.print(
+        f"  curl {url}/v1/completions -H 'content-type: application/json' "
+        f'-d \'{{"model": "{name}", "prompt": {prompt}, "max_tokens": 40}}\'',
+        markup=False,
+    )
+
+
+def print_mesh(
+    console: Console, options: ServeOptions, config: ModelConfig, slots: int | None
+) -> None:
+    if not options.expert_actors:
+        return
+    actors, experts = options.expert_actors, config.num_experts
+    each = options.cluster(config, slots).slots(experts, actors)
+    safe = (actors - 1) * each >= experts
+    console.print(
+        f"  experts   {each} slots per actor and layer, {actors * each - experts} of them spare; "
+        + ("any one actor can be lost" if safe else "a lost actor has to be replaced first")
+    )
+    scaling = options.autoscale(config)
+    if scaling is not None:
+        pools = scaling.experts, scaling.attention
+        console.print(
+            f"  scaling   {pools[0].min_actors} to {pools[0].max_actors} expert actors, "
+            f"{pools[1].min_replicas} to {pools[1].max_replicas} attention replicas"
+            + (" (dry run: decisions are only logged)" if scaling.dry_run else "")
+        )

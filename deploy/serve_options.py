@@ -1,0 +1,150 @@
+"""The options of `expertmesh serve`, and the settings that they make."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.cluster.autoscaling.settings import (
+    AttentionScaling,
+    AutoscaleSettings,
+    ExpertScaling,
+)
+from expertmesh.cluster.settings import ClusterSettings, RebalanceSettings, RecoverySettings
+from expertmesh.deploy.exit_codes import ExitCode, Refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The command's options as given; see `expertmesh serve --help`."""
+
+    model: Path
+    expert_actors: int
+    attention_replicas: int
+    slots_per_actor: int | None = None
+    hold_seconds: float = 60.0
+    rebalance_seconds: float = 30.0
+    min_expert_actors: int | None = None
+    max_expert_actors: int | None = None
+    min_attention_replicas: int | None = None
+    max_attention_replicas: int | None = None
+    autoscale_dry_run: bool = False
+    address: str | None
+    name: str
+    host: str
+    port: int
+    served_model_name: str | None
+    grace_seconds: int
+    dtype: str
+    max_model_len: int | None
+    max_running: int
+    kv_pages: int
+    expert_cache_bytes: int
+    dry_run: bool
+
+    @property
+    def one_process(self) -> bool:
+        return (
+            self.expert_actors == 0
+            and self.attention_replicas == 1
+            and self.address is None
+            and self.max_attention_replicas is None
+        )
+
+    def load(self) -> LoadSettings:
+        kind = cast(Literal["auto", "float32", "bfloat16"], self.dtype)
+        return LoadSettings(
+            model=self.model, dtype=kind, expert_cache_bytes=self.expert_cache_bytes
+        )
+
+    def engine(self, config: ModelConfig) -> EngineSettings:
+        return EngineSettings(
+            pages=self.kv_pages, slots=self.max_running, max_context=self.context(config)
+        )
+
+    def context(self, config: ModelConfig) -> int:
+        """What one request may use: never more than the model knows or all pages hold."""
+        limits = [config.max_position, self.kv_pages * PAGE_TOKENS]
+        return min([*limits, self.max_model_len] if self.max_model_len else limits)
+
+    @property
+    def served_name(self) -> str:
+        return self.served_model_name or self.model.name
+
+    def autoscale(self, config: ModelConfig) -> AutoscaleSettings | None:
+        """None unless a maximum is given. A pool without one keeps its size. Raises Refused."""
+        if self.max_expert_actors is None and self.max_attention_replicas is None:
+            if self.autoscale_dry_run or self.min_expert_actors or self.min_attention_replicas:
+                raise Refused(
+                    ExitCode.USAGE,
+                    "autoscaling needs a maximum",
+                    "give --max-expert-actors, --max-attention-replicas or both",
+                )
+            return None
+        experts = _limits(
+            "expert-actors",
+            self.expert_actors,
+            self.min_expert_actors,
+            self.max_expert_actors,
+            config.num_experts if self.expert_actors else 0,
+        )
+        attention = _limits(
+            "attention-replicas",
+            self.attention_replicas,
+            self.min_attention_replicas,
+            self.max_attention_replicas,
+            None,
+        )
+        return AutoscaleSettings(
+            experts=ExpertScaling(min_actors=max(experts[0], 1), max_actors=max(experts[1], 1)),
+            attention=AttentionScaling(min_replicas=attention[0], max_replicas=attention[1]),
+            dry_run=self.autoscale_dry_run,
+        )
+
+    def cluster(self, config: ModelConfig, slots: int | None) -> ClusterSettings:
+        """slots: as preflight.choose_slots found them."""
+        autoscale = self.autoscale(config)
+        return ClusterSettings(
+            load=self.load(),
+            attention_replicas=self.attention_replicas,
+            expert_actors=self.expert_actors,
+            slots_per_actor=slots,
+            recovery=RecoverySettings(hold_s=self.hold_seconds),
+            rebalance=RebalanceSettings(period_s=self.rebalance_seconds),
+            **({} if autoscale is None else {"autoscale": autoscale}),
+            engine=self.engine(config),
+            name=self.name,
+            ray_address=self.address,
+        )
+
+
+def _limits(
+    pool: str, start: int, least: int | None, most: int | None, possible: int | None
+) -> tuple[int, int]:
+    """(min, max) of a pool that starts with `start`. possible: more can never work."""
+    if most is None:
+        if least is not None and least > start:
+            raise _outside(pool, f"--min-{pool}", least, 1, start)
+        return start if least is None else least, start
+    if possible is not None and not start <= most <= possible:
+        if not start:
+            raise Refused(
+                ExitCode.USAGE, f"--max-{pool}: there is no pool to scale with --{pool} 0"
+            )
+        raise _outside(pool, f"--max-{pool}", most, start, possible)
+    if most < start:
+        raise _outside(pool, f"--max-{pool}", most, start, None)
+    least = 1 if least is None else least
+    if least > start:
+        raise _outside(pool, f"--min-{pool}", least, 1, start)
+    return least, most
+
+
+def _outside(pool: str, option: str, value: int, low: int, high: int | None) -> Refused:
+    valid = f"{low} or more" if high is None else f"{low} to {high}"
+    return Refused(
+        ExitCode.USAGE, f"{option} {value}: valid numbers are {valid} with this --{pool}"
+    )

@@ -1,0 +1,83 @@
+"""One request for as long as its client waits: what it asked for, what it got, where it runs."""
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from expertmesh.actors.attention.messages import GenerateRequest, TokenOutput
+from expertmesh.deploy.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from expertmesh.deploy.replica_link import ReplicaLink
+
+
+class TrackedRequest:
+    """Everything that is needed to go on elsewhere when a replica is lost.
+
+    Each attempt to have it served has an id of its own on the wire, so that what an abandoned one
+    still says can be told apart. ids: the tokens received so far; they are the client's, whether
+    or not it has read them. losses: attempts in a row that brought no token and ended because
+    their replica was lost; all_losses: however much they brought. taken: whether a replica ever
+    had it. setback: why the last attempt came to nothing.
+    """
+
+    __slots__ = (
+        "all_losses",
+        "attempts",
+        "ids",
+        "link",
+        "losses",
+        "mailbox",
+        "mover",
+        "placing",
+        "queued",
+        "request",
+        "setback",
+        "taken",
+        "wire_id",
+    )
+
+    def __init__(self, request: GenerateRequest, mailbox: Mailbox) -> None:
+        self.request, self.mailbox = with_seed(request), mailbox
+        self.ids: list[int] = []
+        self.link: ReplicaLink | None = None
+        self.wire_id = ""
+        self.attempts = self.losses = self.all_losses = 0
+        self.taken, self.setback = False, ""
+        self.queued = 0  # tokens to compute before the present attempt brings its first one
+        self.placing = False  # whether somebody is looking for a replica for it
+        self.mover: asyncio.Task[None] | None = None
+
+    def next_attempt(self) -> GenerateRequest:
+        """The request as the next replica gets it: it goes on after what was received."""
+        name = self.request.request_id
+        self.wire_id = f"{name}~{self.attempts}" if self.attempts else name
+        self.attempts += 1
+        self.queued = len(self.request.prompt_ids) + len(self.ids)
+        return msgspec.structs.replace(
+            self.request, request_id=self.wire_id, resume_ids=self.ids.copy()
+        )
+
+    @property
+    def begun(self) -> bool:
+        """Whether some replica has, or may have, worked on it."""
+        return self.taken or bool(self.all_losses)
+
+    def receive(self, output: TokenOutput) -> None:
+        output.request_id = self.request.request_id
+        if output.token_ids:
+            self.ids += output.token_ids
+            self.losses = 0
+        self.mailbox.put(output)
+
+
+def with_seed(request: GenerateRequest) -> GenerateRequest:
+    """A sampled request draws from a seed that this side knows: a continuation must go on with
+    the same numbers."""
+    params = request.params
+    if params.seed is not None or not params.temperature:
+        return request
+    params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+    return msgspec.structs.replace(request, params=params)
