@@ -18,6 +18,10 @@ from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.controller import Controller
 from expertmesh.cluster.crew import Crew, CrewError, Progress
 from expertmesh.cluster.directory import Directory
+from expertmesh.cluster.groups.partition import groups_from_recording
+from expertmesh.cluster.groups.place import place_groups
+from expertmesh.cluster.groups.types import Groups
+from expertmesh.cluster.ledger.recording import RecordingError, load_recording
 from expertmesh.cluster.membership import Epoch, Kind, Worker
 from expertmesh.cluster.placement import Placement, PlacementError, contiguous_placement
 from expertmesh.cluster.ranks import ExpertRanks
@@ -49,14 +53,13 @@ class Mesh:
     def __init__(
         self,
         settings: ClusterSettings,
-        config: ModelConfig,
         crew: Crew,
         controller: Controller,
+        upkeep: Upkeep,
         owns_ray: bool,
     ) -> None:
-        self.settings, self.controller = settings, controller
+        self.settings, self.controller, self.upkeep = settings, controller, upkeep
         self._crew, self._owns_ray = crew, owns_ray
-        self.upkeep = Upkeep(settings, config, controller, crew)
         self._stop_lock = threading.Lock()
         self._stopped = False
 
@@ -132,9 +135,13 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
     """
     try:
         config = _check_model(settings)
-        placement = _placement(settings, config)
+        groups = _groups(settings, config)
+        placement = _placement(settings, config, groups)
         owns_ray = ray_cluster.connect(settings)
-    except (ConfigError, CheckpointError, PlacementError, ray_cluster.RayUnavailable) as error:
+    except (
+        ConfigError, CheckpointError, PlacementError, RecordingError, OSError,
+        ray_cluster.RayUnavailable,
+    ) as error:  # fmt: skip
         raise LaunchError(str(error)) from error
     crew = Crew(settings)
     workers: list[Worker] = []
@@ -154,7 +161,8 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
         ranks = ExpertRanks(config.num_experts, placement, list(experts))
         mesh = Assembly(settings, crew, attention, ranks)
         controller = Controller(settings, crew, mesh)
-        return Mesh(settings, config, crew, controller, owns_ray)
+        upkeep = Upkeep(settings, config, controller, crew, groups)
+        return Mesh(settings, crew, controller, upkeep, owns_ray)
     except BaseException as error:
         _end(crew, workers, owns_ray)
         if isinstance(error, CrewError):
@@ -171,7 +179,21 @@ def _check_model(settings: ClusterSettings) -> ModelConfig:
     return opened.config
 
 
-def _placement(settings: ClusterSettings, config: ModelConfig) -> Placement:
+def _groups(settings: ClusterSettings, config: ModelConfig) -> Groups | None:
+    """Raises RecordingError for a file that is none, or of another model."""
+    if settings.routing_record is None or settings.expert_actors < 2:
+        return None
+    recording = load_recording(settings.routing_record)
+    if (recording.layers, recording.experts) != (tuple(config.moe_layers), config.num_experts):
+        raise RecordingError(
+            f"{settings.routing_record}: recorded from a model with {recording.experts} experts in "
+            f"{len(recording.layers)} MoE layers, not {config.num_experts} in "
+            f"{len(config.moe_layers)}"
+        )
+    return groups_from_recording(recording, settings.expert_actors)
+
+
+def _placement(settings: ClusterSettings, config: ModelConfig, groups: Groups | None) -> Placement:
     """Every expert once. Raises PlacementError when the actors or their slots are too few."""
     actors = settings.expert_actors
     if actors == 0:
@@ -183,7 +205,7 @@ def _placement(settings: ClusterSettings, config: ModelConfig) -> Placement:
             f"slots_per_actor {slots}: {actors} expert actors need at least "
             f"{-(-config.num_experts // actors)} slots for {config.num_experts} experts per layer"
         )
-    return placement
+    return placement if groups is None else place_groups(groups, None, actors, slots)
 
 
 def _end(crew: Crew, workers: list[Worker], owns_ray: bool) -> None:

@@ -90,7 +90,9 @@ class Mover:
             target.held = _with(target.held, move.layer, move.expert)
             targets.append(target)
             calls.append(
-                target.handle.adopt.remote(move.layer, move.expert, source.handle, self._transfer_s)
+                target.handle.adopt.remote(
+                    move.layer, move.expert, source.handle, self._transfer_s, source.member.name
+                )
             )
         try:
             self._crew.ask(targets, calls, "adopt an expert", self._transfer_s + 5.0)

@@ -1,5 +1,6 @@
 """The settings of a whole mesh: the actors' own settings, and how many actors where."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -7,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.cluster.autoscaling.settings import AutoscaleSettings
 
 
 class WatchSettings(BaseModel):
@@ -112,6 +114,14 @@ class ClusterSettings(BaseModel):
     watch: WatchSettings = Field(default_factory=WatchSettings)
     recovery: RecoverySettings = Field(default_factory=RecoverySettings)
     rebalance: RebalanceSettings = Field(default_factory=RebalanceSettings)
+    autoscale: AutoscaleSettings | None = Field(
+        default=None, description="Unset: the numbers of actors change only when asked to."
+    )
+    routing_record: Path | None = Field(
+        default=None,
+        description="Recorded traffic (`expertmesh routing record`): experts that tokens choose "
+        "together are placed together. Unset: neighbours are.",
+    )
     name: str = Field(
         default="expertmesh",
         pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$",

@@ -10,7 +10,9 @@ from expertmesh.cluster.balancing.planner import balance
 from expertmesh.cluster.controller import Controller
 from expertmesh.cluster.crew import Crew
 from expertmesh.cluster.events import Drained
+from expertmesh.cluster.groups.types import Groups
 from expertmesh.cluster.mover import Mover, PlanAbandoned
+from expertmesh.cluster.pilot import Pilot
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.traffic import Traffic
 
@@ -26,12 +28,21 @@ class Upkeep:
     """A thread that closes windows of the ledger and carries out plans, one at a time."""
 
     def __init__(
-        self, settings: ClusterSettings, config: ModelConfig, controller: Controller, crew: Crew
+        self,
+        settings: ClusterSettings,
+        config: ModelConfig,
+        controller: Controller,
+        crew: Crew,
+        groups: Groups | None = None,
     ) -> None:
-        self._settings, self._controller = settings, controller
+        """groups: experts that should rather stay together."""
+        self._settings, self._controller, self._groups = settings, controller, groups
         self.traffic = Traffic(config, controller, settings.load.model.name)
         self.mover = Mover(controller, crew, settings.rebalance.transfer_s)
-        self._window = self._looked = time.monotonic()
+        self.pilot: Pilot | None = None
+        if settings.autoscale is not None:
+            self.pilot = Pilot(settings.autoscale, controller, self.traffic)
+        self._window = self._looked = self._steered = time.monotonic()
         self._planned_for = -1  # the epoch whose placement was last looked at
         self._asked = threading.Event()
         self._stopping = threading.Event()
@@ -50,7 +61,7 @@ class Upkeep:
                 return None
             old, slots, leaving = mesh.ranks.placement, mesh.slots, self._leaving_ranks()
         loads = self.traffic.loads(self._settings.rebalance.least_tokens)
-        return balance(loads, old, slots=slots, leaving=leaving)
+        return balance(loads, old, slots=slots, leaving=leaving, groups=self._groups)
 
     def rebalance(self) -> None:
         """Asks for a plan to be made and carried out soon, whatever the settings say."""
@@ -79,6 +90,9 @@ class Upkeep:
         if now - self._window >= WINDOW_S:
             self._window = now
             self.traffic.close_window()
+        if self.pilot is not None and now - self._steered >= self.pilot.settings.period_s:
+            self._steered = now
+            self.pilot.steer()
         if self._controller.status.state == "ready" and self._is_due(now):
             self._carry_out()
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator
 
 import msgspec
-from torch._C._distributed_c10d import TCPStore
 
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.loop import EngineLoop
@@ -84,7 +83,7 @@ class AttentionActor:
         self._local: LocalExchange | None = None
         self._counts: RoutingCounts | None = None
         self._total, self._loaded = 0, False
-        self._stores: dict[int, TCPStore] = {}
+        self._stores: dict[int, object] = {}
         self._elastic = ElasticExchange(hold_s, self._wake)
         self._loop: EngineLoop | None = None
         self._boxes: Outboxes | None = None
@@ -136,9 +135,7 @@ class AttentionActor:
 
     async def open_store(self, epoch: int) -> tuple[str, int]:
         """Where the ranks of an epoch meet, on this node. Called on its rank 0 only."""
-        limit = self._exchange_settings.join_deadline_s
-        store, address = await asyncio.to_thread(open_store, self._address, limit)
-        self._stores[epoch] = store
+        self._stores[epoch], address = await asyncio.to_thread(open_store, self._address)
         return address
 
     async def prepare(self, roster: Roster | None, rank: int) -> None:

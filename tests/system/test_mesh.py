@@ -4,7 +4,6 @@ import itertools
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,7 +140,7 @@ def pids_of(mesh: Mesh) -> list[int]:
     return [member.pid for member in mesh.epoch.members]
 
 
-def test_two_replicas_answer_like_one_process_and_a_killed_expert_is_named(model: Path) -> None:
+def test_two_replicas_answer_like_one_process(model: Path) -> None:
     seen: list[Progress] = []
     mesh = start(settings(model, attention_replicas=2, expert_actors=3), seen.append)
     try:
@@ -172,25 +171,19 @@ def test_two_replicas_answer_like_one_process_and_a_killed_expert_is_named(model
         reader.wait(lambda r: "e" in r.ends)  # idle, or the counters would be of different steps
         replicas, experts = mesh.stats()
         assert len(replicas) == 2 and len(experts) == 3
-        for index, expert in enumerate(experts):
-            assert sum(expert.rows.values()) == sum(r.rows_sent[index] for r in replicas)
+        sent = sum(replica.rows_sent for replica in replicas)
+        assert sum(sum(expert.rows.values()) for expert in experts) == sent
+        routed = [replica.routing for replica in replicas]
+        rows = {"a": 6 + 11, "b": 9 + 11, "c": 7 + 29, "d": 8 + 19, "e": 6 + 11}
+        assert all(snapshot is not None for snapshot in routed)
+        for hits_E in sum(snapshot.hits_LE() for snapshot in routed if snapshot is not None):
+            # Every row counted once, whatever the number of ranks: joined steps count nothing.
+            assert hits_E.sum() == 2 * sum(rows.values())
 
         later = Reader(first, "door")  # takes over from `reader`
-        submit(first, "door", ask("g", 1, 200))
-        later.wait(lambda r: len(r.tokens.get("g", ())) > 3)
+        submit(first, "door", ask("g", 1))
+        later.wait(lambda r: "g" in r.ends)
         assert "g" not in reader.tokens
-        victim = mesh.epoch.experts[1]
-        began = time.monotonic()
-        os.kill(victim.pid, signal.SIGKILL)
-        state = mesh.wait_failed(10)
-        assert state.state == "failed" and victim.name in state.reason, state
-        later.wait(lambda r: "g" in r.ends, 10)
-        assert time.monotonic() - began < DEADLINE + 3
-        assert later.ends["g"].finish_reason == "error"
-        healthy, why = ray.get(first.health.remote(), timeout=5)
-        assert not healthy and why
-        (answer,) = submit(first, "door", ask("h", 1))
-        assert answer is not None and answer[0] == "failed"
     finally:
         pids = pids_of(mesh)
         mesh.stop()
@@ -198,33 +191,7 @@ def test_two_replicas_answer_like_one_process_and_a_killed_expert_is_named(model
     assert mesh.state().state == "stopped"
 
 
-def test_a_stopped_expert_of_an_idle_mesh_is_noticed(model: Path) -> None:
-    mesh = start(settings(model))
-    pids = pids_of(mesh)
-    try:
-        time.sleep(1.0)
-        assert mesh.state().state == "ready"
-        victim = mesh.epoch.experts[0]
-        began = time.monotonic()
-        os.kill(victim.pid, signal.SIGSTOP)
-        state = mesh.wait_failed(10)
-        assert state.state == "failed"
-        assert victim.name in state.reason and "does not answer" in state.reason
-        assert time.monotonic() - began < 3.0
-        reader = Reader(mesh.attention[0], "door")
-        end = time.monotonic() + 5
-        while (healthy := ray.get(mesh.attention[0].health.remote()))[0]:
-            assert time.monotonic() < end
-        assert victim.name in healthy[1]
-        (answer,) = submit(mesh.attention[0], "door", ask("a", 1))
-        assert answer[0] == "failed" and victim.name in answer[1]
-        assert reader.lost is None
-    finally:
-        mesh.stop()
-    assert alive(pids) == [], "a stopped process must be ended too"
-
-
-def test_without_an_expert_tier_and_a_killed_replica(model: Path) -> None:
+def test_without_an_expert_tier_a_killed_replica_is_replaced(model: Path) -> None:
     mesh = start(settings(model, expert_actors=0))
     try:
         reader = Reader(mesh.attention[0], "door")
@@ -232,9 +199,14 @@ def test_without_an_expert_tier_and_a_killed_replica(model: Path) -> None:
         reader.wait(lambda r: "a" in r.ends)
         assert reader.tokens == one_process(model, 1, [ask("a", 1)])
         os.kill(mesh.epoch.attention[0].pid, signal.SIGKILL)
-        state = mesh.wait_failed(10)
-        assert state.state == "failed" and "attention-0" in state.reason
         reader.wait(lambda r: r.lost is not None)
+        state = mesh.wait_state("unserviceable", timeout=10)
+        assert state.state == "unserviceable" and "no attention replica is left" in state.reason
+        assert mesh.wait_state("ready", timeout=60).state == "ready"
+        again = Reader(mesh.attention[0], "door")
+        submit(mesh.attention[0], "door", ask("a", 1))
+        again.wait(lambda r: "a" in r.ends)
+        assert again.tokens == reader.tokens
     finally:
         mesh.stop()
 
@@ -249,6 +221,7 @@ def test_a_mesh_that_cannot_be_is_refused_and_leaves_nothing(model: Path, tmp_pa
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(LaunchError, match=shard.name):
         start(settings(broken))
-    named = f"t{os.getpid()}-attention-0"
-    with pytest.raises(ValueError, match="Failed to look up actor"):
-        ray.get_actor(named, namespace="expertmesh")
+    with pytest.raises(LaunchError, match="slots_per_actor 2: 3 expert actors need at least 3"):
+        start(settings(model, expert_actors=3, slots_per_actor=2))
+    left = [name for name in ray.util.list_named_actors() if name.startswith(f"t{os.getpid()}")]
+    assert left == []
