@@ -23,7 +23,8 @@ class Dealer:
         self._key = np.int16 if 8 * len(sizes) < 1 << 15 else np.int32
         self._nth_C = np.array([nth for size in sizes for nth in range(size)], np.int64)
         self._holder_GM = np.array(  # the last holder fills up
-            [members + members[-1:] * (self._most - len(members)) for members in graph.holders]
+            [members + members[-1:] * (self._most - len(members)) for members in graph.holders],
+            np.int64,
         ).reshape(-1, self._most)
         self._holder_MG = np.ascontiguousarray(self._holder_GM.T)
         orders_RP = _orders(graph.actors)
