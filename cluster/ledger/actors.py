@@ -1,0 +1,71 @@
+"""Rows and busy seconds of the expert actors, by seat: a place in the mesh, whoever sits there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertmesh.cluster.ledger.stats import ActorLoad
+
+
+@dataclass(slots=True)
+class _Seat:
+    """read: counters as last read. total: since the seat exists. recent: decayed windows.
+
+    Each is [2, L]: rows, busy seconds. queued: rows that waited at the last reading.
+    """
+
+    read: np.ndarray
+    total: np.ndarray
+    open: np.ndarray
+    recent: np.ndarray
+    queued: int = 0
+
+
+class Seats:
+    """Totals only grow, across restarts and epochs too; a removed seat is gone at once."""
+
+    def __init__(self, layers: tuple[int, ...], decay: float) -> None:
+        self._layers, self._decay = layers, decay
+        self._seats: dict[str, _Seat] = {}
+
+    def add(
+        self,
+        seat: str,
+        rows: Mapping[int, int],
+        busy_seconds: Mapping[int, float],
+        queued_rows: int = 0,
+    ) -> None:
+        """Counters of the actor in this seat, by absolute layer number.
+
+        A counter that went back belongs to a new actor, which began at zero.
+        """
+        now = np.array(
+            [[source.get(layer, 0) for layer in self._layers] for source in (rows, busy_seconds)],
+            dtype=np.float64,
+        )
+        known = self._seats.get(seat)
+        if known is None:
+            zero = np.zeros_like(now)
+            known = self._seats[seat] = _Seat(zero, zero, zero, zero)
+        new = now if (now < known.read).any() else now - known.read
+        known.read, known.queued = now, queued_rows
+        known.total, known.open = known.total + new, known.open + new
+
+    def remove(self, seat: str) -> None:
+        self._seats.pop(seat, None)
+
+    def close_window(self) -> None:
+        for seat in self._seats.values():
+            seat.recent = seat.recent * self._decay + seat.open
+            seat.open = np.zeros_like(seat.open)
+
+    def totals(self) -> list[ActorLoad]:
+        return [
+            ActorLoad(name, round(seat.total[0].sum()), float(seat.total[1].sum()), seat.queued)
+            for name, seat in sorted(self._seats.items())
+        ]
+
+    def recent(self) -> dict[str, np.ndarray]:
+        """seat -> float64 [2, L]: rows and busy seconds of the decayed windows."""
+        return {name: seat.recent for name, seat in sorted(self._seats.items())}
