@@ -46,7 +46,7 @@ def agree(groups: Groups, formats: Formats) -> None:
     """Raises ExchangeError when another rank of the epoch has other formats."""
     mine = repr(formats)
     try:
-        found = groups.store.compare_set("formats", "", mine).decode()
+        found = groups.store.offer("formats", mine)
     except RuntimeError as error:
         raise groups.lost(Where(groups.rank, -1, "join", -1), error) from error
     if found != mine:

@@ -113,6 +113,7 @@ class MeshExchange:
             end = PaddedAttention if formats.layout == "padded" else ExactAttention
             self._end = end(groups, formats)
         self._control = AttentionControl(groups, on_wake, tell)
+        groups.met()
         self._step: OpenStep | None = None
         self._in_flight: set[int] = set()
         self._fillers: dict[int, list[Chunk]] = {}  # by micro-batch, whose buffers they use

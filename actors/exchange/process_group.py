@@ -2,8 +2,8 @@
 
 The control group is always gloo: opening messages are a few bytes in host memory, and a rank that
 waits for work must park, which an NCCL kernel cannot. On CPU the same group carries the data.
-Groups are built from a store prefix of their own epoch number, never from torch's global default
-group, so that the next epoch can be built beside the running one.
+Every epoch has a store and groups of its own, never torch's global default group, so that the next
+epoch can be built beside the running one.
 """
 
 import threading
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroupGloo
 
 from expertmesh.actors.exchange.base import ExchangeError
+from expertmesh.actors.exchange.rendezvous import Rendezvous, RendezvousStore
 from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.settings import ExchangeSettings
 
@@ -43,11 +44,10 @@ class Where:
         return ExchangeError(self.peer, self.layer, self.phase, self.step, reason)
 
 
-def open_store(host: str, deadline_s: float = 60.0) -> tuple[TCPStore, tuple[str, int]]:
-    """Starts the meeting point of an epoch on a port the system picks: no probe, hence no race."""
-    limit = timedelta(seconds=deadline_s)
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-    return store, (host, store.port)
+def open_store(host: str, _limit_s: float = 0.0) -> tuple[Rendezvous, tuple[str, int]]:
+    """Starts the meeting point of an epoch. Keep the object until all ranks have met."""
+    rendezvous = Rendezvous(host)
+    return rendezvous, rendezvous.address
 
 
 class Groups:
@@ -70,22 +70,26 @@ class Groups:
         limit = self.join_deadline = timedelta(seconds=settings.join_deadline_s)
         where = Where(rank, -1, "join", -1)
         try:
-            store = TCPStore(*roster.store, is_master=False, wait_for_workers=False, timeout=limit)
-            prefix = self.store = PrefixStore(f"epoch/{roster.epoch}", store)
-            self.control: Any = _gloo(PrefixStore("control", prefix), roster, rank, host, limit)
+            self.store = store = RendezvousStore(roster.store, roster.epoch, limit.total_seconds())
+            self.control: Any = _gloo(store, roster, rank, host, limit)
             self.dispatch: Any = self.control
             self.combine: Any = self.control
             if device.type == "cuda":
                 # Two communicators: on one, a combine waiting for the experts would hold up the
                 # dispatch of the next micro-batch behind it.
-                self.dispatch = _nccl(PrefixStore("dispatch", prefix), roster, rank, limit)
-                self.combine = _nccl(PrefixStore("combine", prefix), roster, rank, limit)
+                self._tcp = tcp = _tcp_store(store, rank, host, limit)
+                self.dispatch = _nccl(PrefixStore("dispatch", tcp), roster, rank, limit)
+                self.combine = _nccl(PrefixStore("combine", tcp), roster, rank, limit)
         except RuntimeError as error:
             raise where.error(f"{roster.name(rank)} could not join: {_reason(error)}") from error
 
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def met(self) -> None:
+        """All that ranks have to tell each other before the first step has been told."""
+        self.store.close()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         return self.control.send([tensor], peer, tag)
@@ -154,7 +158,17 @@ class Groups:
         work.wait()
 
 
-def _gloo(store: PrefixStore, roster: Roster, rank: int, host: str, limit: timedelta) -> Any:
+def _tcp_store(store: RendezvousStore, rank: int, host: str, limit: timedelta) -> TCPStore:
+    """NCCL's own threads use their store for as long as they run: one without Python in it."""
+    if rank == 0:
+        tcp = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        store.set("tcp", f"{host} {tcp.port}")
+        return tcp
+    address, port = store.get("tcp").decode().split()
+    return TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def _gloo(store: RendezvousStore, roster: Roster, rank: int, host: str, limit: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo  # torch's stubs do not know its methods
     options = gloo._Options()
     # By address: the default resolves the host name, which in containers is often a loopback.

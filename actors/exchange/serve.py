@@ -66,6 +66,7 @@ class MeshServer:
                 return listeners.collect(step, parked=True)
 
         self._control = ExpertControl(groups, collect)
+        groups.met()
         self.work = {layer: LayerWork() for layer in roster.layers}
         self.steps = 0
         # Of an older routing version experts may have been dropped. Set from any thread.

@@ -55,15 +55,15 @@ class RoutingVersions:
             if before is not None and before[0].placed[layer] == held:
                 made[layer] = before[1][layer]
                 continue
+            what = f"routing version {routing.version}, layer {layer}"
             if len(held) != self._actors:
-                raise ValueError(
-                    f"routing version {routing.version}, layer {layer}: {len(held)} actors, "
-                    f"the epoch has {self._actors}"
-                )
+                raise ValueError(f"{what}: {len(held)} actors, the epoch has {self._actors}")
             try:
-                made[layer] = ReplicaChoice(holders(held, self._num_experts))
-            except (ValueError, IndexError) as error:
-                raise ValueError(
-                    f"routing version {routing.version}, layer {layer}: {error}"
-                ) from error
+                holds_PE = holders(held, self._num_experts)
+            except IndexError as error:
+                raise ValueError(f"{what}: {error}") from error
+            try:
+                made[layer] = ReplicaChoice(holds_PE)
+            except ValueError as error:
+                raise ValueError(f"{what}: {error}") from error
         return made
