@@ -15,7 +15,8 @@ class Autoscaler:
 
     def __init__(self, settings: AutoscaleSettings) -> None:
         self.settings = settings
-        self._experts, self._attention = Pace(settings.experts), Pace(settings.attention)
+        self._experts = None if settings.experts is None else Pace(settings.experts)
+        self._attention = None if settings.attention is None else Pace(settings.attention)
 
     def decide(self, signals: PoolSignals, now_s: float) -> Decision:
         """now_s: a monotonic clock. Logs a change it decides on, with the numbers that led to it.
@@ -25,11 +26,16 @@ class Autoscaler:
         actors, replicas = signals.expert_actors, signals.attention_replicas
         dry = self.settings.dry_run
         if signals.changing:
-            self._experts.forget()
-            self._attention.forget()
+            for pace in (self._experts, self._attention):
+                if pace is not None:
+                    pace.forget()
             return Decision(actors, replicas, "a change is under way", dry)
-        experts = self._experts.follow(actors, self._want_experts(signals), now_s)
-        attention = self._attention.follow(replicas, self._want_attention(signals), now_s)
+        experts, attention = Want(actors, ""), Want(replicas, "")
+        if self._experts is not None and actors:
+            experts = self._experts.follow(actors, _want_experts(signals, self.settings), now_s)
+        if self._attention is not None:
+            want = _want_attention(signals, self.settings)
+            attention = self._attention.follow(replicas, want, now_s)
         reasons = [
             _describe("expert actors", actors, experts),
             _describe("attention replicas", replicas, attention),
@@ -40,20 +46,21 @@ class Autoscaler:
             _log.info("%s: %s", "dry run, would scale" if dry else "scaling", reason)
         return decision
 
-    def _want_experts(self, signals: PoolSignals) -> Want:
-        pool, actors, settings = signals.experts, signals.expert_actors, self.settings.experts
-        if actors == 0:
-            return Want(0, "")
-        if pool is None or not known(pool.busy_share, pool.imbalance, pool.wait_share):
-            return _unknown(actors, settings.min_actors)
-        return want_experts(pool, actors, settings)
 
-    def _want_attention(self, signals: PoolSignals) -> Want:
-        pool, replicas = signals.attention, signals.attention_replicas
-        settings = self.settings.attention
-        if pool is None or not known(pool.occupancy, pool.queued_tokens) or replicas == 0:
-            return _unknown(replicas, settings.min_replicas)
-        return want_attention(pool, replicas, settings)
+def _want_experts(signals: PoolSignals, settings: AutoscaleSettings) -> Want:
+    pool, actors, scaling = signals.experts, signals.expert_actors, settings.experts
+    assert scaling is not None
+    if pool is None or not known(pool.busy_share, pool.imbalance, pool.wait_share):
+        return _unknown(actors, scaling.min_actors)
+    return want_experts(pool, actors, scaling)
+
+
+def _want_attention(signals: PoolSignals, settings: AutoscaleSettings) -> Want:
+    pool, replicas, scaling = signals.attention, signals.attention_replicas, settings.attention
+    assert scaling is not None
+    if pool is None or not known(pool.occupancy, pool.queued_tokens) or replicas == 0:
+        return _unknown(replicas, scaling.min_replicas)
+    return want_attention(pool, replicas, scaling)
 
 
 def _unknown(current: int, least: int) -> Want:

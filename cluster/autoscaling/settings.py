@@ -138,7 +138,12 @@ class AutoscaleSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    experts: ExpertScaling = Field(default_factory=ExpertScaling)
-    attention: AttentionScaling = Field(default_factory=AttentionScaling)
+    experts: ExpertScaling | None = Field(
+        default_factory=ExpertScaling, description="None: their number is left alone."
+    )
+    attention: AttentionScaling | None = Field(
+        default_factory=AttentionScaling,
+        description="None: their number is left alone, as where Ray Serve decides it.",
+    )
     period_s: float = Field(default=1.0, gt=0, description="Time between two decisions.")
     dry_run: bool = Field(default=False, description="Log what would be done, and do nothing.")

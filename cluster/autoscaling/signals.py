@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from expertmesh.actors.attention.messages import EngineStats
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertSignals:
@@ -73,3 +75,10 @@ class Decision:
 def known(*values: float) -> bool:
     """False when a value is NaN or infinite: a division by no time or no members."""
     return all(math.isfinite(value) for value in values)
+
+
+def occupancy(engine: EngineStats) -> float:
+    """Share of an engine's KV pages or state slots in use, whichever is larger; 0 without any."""
+    pages = 1 - engine.pages_free / engine.pages_total if engine.pages_total else 0.0
+    slots = 1 - engine.slots_free / engine.slots_total if engine.slots_total else 0.0
+    return max(pages, slots)
