@@ -88,6 +88,16 @@ def serve(
     name: Annotated[
         str, typer.Option(rich_help_panel=_MESH, help="Prefix of the actors' names.")
     ] = "expertmesh",
+    routing_record: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_MESH,
+            help="Traffic of `expertmesh routing record`: experts that tokens choose together "
+            "begin on the same actor.",
+        ),
+    ] = None,
     min_expert_actors: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, rich_help_panel=_SCALING, help="Never fewer. Default: 1."),
@@ -193,6 +203,7 @@ def serve(
         min_attention_replicas=min_attention_replicas,
         max_attention_replicas=max_attention_replicas,
         autoscale_dry_run=autoscale_dry_run,
+        routing_record=None if routing_record is None else routing_record.absolute(),
         address=address,
         name=name,
         host=host,
@@ -208,6 +219,36 @@ def serve(
     )
     try:
         run(options)
+    except Refused as refusal:
+        _refuse(refusal)
+
+
+@app.command()
+def scale(
+    url: Annotated[str, typer.Option(help="Of the running server.")] = "http://127.0.0.1:8000",
+    experts: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help='Expert actors: how many, or "+1" and "-1".'),
+    ] = None,
+    attention: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help='Attention replicas: how many, or "+1" and "-1".'),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and show, change nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer.")] = False,
+) -> None:
+    """Change how many actors a running server has. Without a wish, show those it has.
+
+    EXPERTMESH_ADMIN_TOKEN is sent when it is set. Exit codes: 0 done, 2 a wish that cannot be met,
+    8 no answer or no permission.
+    """
+    from expertmesh.deploy.exit_codes import Refused
+    from expertmesh.deploy.scale_command import scale as ask
+
+    try:
+        ask(url, experts, attention, dry_run, as_json)
     except Refused as refusal:
         _refuse(refusal)
 

@@ -1,4 +1,4 @@
-"""Why a start ended, in numbers that scripts can test. 2 is the shell's "wrong usage"."""
+"""Why a command ended, in numbers that scripts can test. 2 is the shell's "wrong usage"."""
 
 from enum import IntEnum
 
@@ -11,10 +11,11 @@ class ExitCode(IntEnum):
     PORT = 5
     MEMORY = 6
     LAUNCH = 7
+    UNREACHABLE = 8
 
 
 class Refused(Exception):
-    """A start that can not work. hint: what the user can do about it."""
+    """A start, or a wish, that can not work. hint: what the user can do about it."""
 
     def __init__(self, code: ExitCode, message: str, hint: str = "") -> None:
         super().__init__(message)

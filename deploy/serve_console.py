@@ -65,20 +65,23 @@ def announce(console: Console, options: ServeOptions, began: float) -> None:
 def print_mesh(
     console: Console, options: ServeOptions, config: ModelConfig, slots: int | None
 ) -> None:
-    if not options.expert_actors:
-        return
     actors, experts = options.expert_actors, config.num_experts
-    each = options.cluster(config, slots).slots(experts, actors)
-    safe = (actors - 1) * each >= experts
-    console.print(
-        f"  experts   {each} slots per actor and layer, {actors * each - experts} of them spare; "
-        + ("any one actor can be lost" if safe else "a lost actor has to be replaced first")
-    )
+    if actors:
+        each = options.cluster(config, slots).slots(experts, actors)
+        safe = (actors - 1) * each >= experts
+        console.print(
+            f"  experts   {each} slots per actor and layer, {actors * each - experts} spare in "
+            "all; "
+            + ("any one actor can be lost" if safe else "a lost actor has to be replaced first")
+        )
     scaling = options.autoscale(config)
     if scaling is not None:
-        pools = scaling.experts, scaling.attention
-        console.print(
-            f"  scaling   {pools[0].min_actors} to {pools[0].max_actors} expert actors, "
-            f"{pools[1].min_replicas} to {pools[1].max_replicas} attention replicas"
-            + (" (dry run: decisions are only logged)" if scaling.dry_run else "")
-        )
+        pools = []
+        if scaling.experts is not None:
+            limits = scaling.experts
+            pools.append(f"{limits.min_actors} to {limits.max_actors} expert actors")
+        if scaling.attention is not None:
+            replicas = scaling.attention
+            pools.append(f"{replicas.min_replicas} to {replicas.max_replicas} attention replicas")
+        mode = " (dry run: decisions are only logged)" if scaling.dry_run else ""
+        console.print(f"  scaling   {', '.join(pools)}{mode}")

@@ -32,6 +32,7 @@ class ServeOptions:
     min_attention_replicas: int | None = None
     max_attention_replicas: int | None = None
     autoscale_dry_run: bool = False
+    routing_record: Path | None = None
     address: str | None
     name: str
     host: str
@@ -76,37 +77,34 @@ class ServeOptions:
 
     def autoscale(self, config: ModelConfig) -> AutoscaleSettings | None:
         """None unless a maximum is given. A pool without one keeps its size. Raises Refused."""
-        if self.max_expert_actors is None and self.max_attention_replicas is None:
-            if self.autoscale_dry_run or self.min_expert_actors or self.min_attention_replicas:
-                raise Refused(
-                    ExitCode.USAGE,
-                    "autoscaling needs a maximum",
-                    "give --max-expert-actors, --max-attention-replicas or both",
-                )
-            return None
+        most = config.num_experts if self.expert_actors else 0
         experts = _limits(
             "expert-actors",
             self.expert_actors,
             self.min_expert_actors,
             self.max_expert_actors,
-            config.num_experts if self.expert_actors else 0,
+            most,
         )
         attention = _limits(
             "attention-replicas",
             self.attention_replicas,
             self.min_attention_replicas,
             self.max_attention_replicas,
-            None,
         )
+        if experts is None and attention is None:
+            if self.autoscale_dry_run:
+                hint = "give --max-expert-actors, --max-attention-replicas or both"
+                raise Refused(ExitCode.USAGE, "--autoscale-dry-run needs a maximum", hint)
+            return None
         return AutoscaleSettings(
-            experts=ExpertScaling(min_actors=max(experts[0], 1), max_actors=max(experts[1], 1)),
-            attention=AttentionScaling(min_replicas=attention[0], max_replicas=attention[1]),
+            experts=experts and ExpertScaling(min_actors=experts[0], max_actors=experts[1]),
+            attention=attention
+            and AttentionScaling(min_replicas=attention[0], max_replicas=attention[1]),
             dry_run=self.autoscale_dry_run,
         )
 
     def cluster(self, config: ModelConfig, slots: int | None) -> ClusterSettings:
         """slots: as preflight.choose_slots found them."""
-        autoscale = self.autoscale(config)
         return ClusterSettings(
             load=self.load(),
             attention_replicas=self.attention_replicas,
@@ -114,7 +112,8 @@ class ServeOptions:
             slots_per_actor=slots,
             recovery=RecoverySettings(hold_s=self.hold_seconds),
             rebalance=RebalanceSettings(period_s=self.rebalance_seconds),
-            **({} if autoscale is None else {"autoscale": autoscale}),
+            autoscale=self.autoscale(config),
+            routing_record=self.routing_record,
             engine=self.engine(config),
             name=self.name,
             ray_address=self.address,
@@ -122,29 +121,24 @@ class ServeOptions:
 
 
 def _limits(
-    pool: str, start: int, least: int | None, most: int | None, possible: int | None
-) -> tuple[int, int]:
-    """(min, max) of a pool that starts with `start`. possible: more can never work."""
+    pool: str, start: int, least: int | None, most: int | None, possible: int | None = None
+) -> tuple[int, int] | None:
+    """(min, max) of a pool that begins with `start`; None when it keeps its size. possible: more
+    can never work."""
     if most is None:
-        if least is not None and least > start:
-            raise _outside(pool, f"--min-{pool}", least, 1, start)
-        return start if least is None else least, start
-    if possible is not None and not start <= most <= possible:
-        if not start:
-            raise Refused(
-                ExitCode.USAGE, f"--max-{pool}: there is no pool to scale with --{pool} 0"
-            )
-        raise _outside(pool, f"--max-{pool}", most, start, possible)
-    if most < start:
-        raise _outside(pool, f"--max-{pool}", most, start, None)
+        if least is not None:
+            raise Refused(ExitCode.USAGE, f"--min-{pool} needs --max-{pool}")
+        return None
+    if possible == 0:
+        raise Refused(ExitCode.USAGE, f"--max-{pool}: with --{pool} 0 there is no pool to scale")
+    if most < start or (possible is not None and most > possible):
+        valid = f"{start} or more" if possible is None else f"{start} to {possible}"
+        raise _outside(f"--max-{pool} {most}", valid, pool)
     least = 1 if least is None else least
     if least > start:
-        raise _outside(pool, f"--min-{pool}", least, 1, start)
+        raise _outside(f"--min-{pool} {least}", f"1 to {start}", pool)
     return least, most
 
 
-def _outside(pool: str, option: str, value: int, low: int, high: int | None) -> Refused:
-    valid = f"{low} or more" if high is None else f"{low} to {high}"
-    return Refused(
-        ExitCode.USAGE, f"{option} {value}: valid numbers are {valid} with this --{pool}"
-    )
+def _outside(given: str, valid: str, pool: str) -> Refused:
+    return Refused(ExitCode.USAGE, f"{given}: valid numbers are {valid} with this --{pool}")

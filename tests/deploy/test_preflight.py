@@ -5,7 +5,10 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +16,7 @@ from rich.console import Console
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.checkpoint import CheckpointError
-from expertmesh.actors.model.config import ConfigError
+from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.deploy import one_process, preflight
 from expertmesh.deploy.cli import BUNDLED
@@ -118,6 +121,106 @@ def test_more_expert_actors_than_experts(checkpoint: Path) -> None:
         run(options(checkpoint, expert_actors=config.num_experts + 1, dry_run=True))
     assert refused.value.code is ExitCode.USAGE
     assert f"1 to {config.num_experts}" in refused.value.message
+
+
+@pytest.mark.parametrize("experts", [7, 12, 896])
+@pytest.mark.parametrize("actors", [1, 2, 3, 5, 8])
+def test_slots_that_cannot_be_are_refused_with_those_that_can(experts: int, actors: int) -> None:
+    config = cast(ModelConfig, SimpleNamespace(num_experts=experts))
+    if actors > experts:
+        with pytest.raises(Refused, match=f"1 to {experts}"):
+            preflight.check_placement(config, actors)
+        return
+    least = -(-experts // actors)
+    for slots in (None, least, experts):
+        preflight.check_slots(config, actors, slots)
+    valid = f"{least} to {experts}" if least < experts else str(experts)
+    for slots in (-1, 0, least - 1, experts + 1, 10_000):
+        with pytest.raises(Refused, match=rf"--slots-per-actor {slots}: .* {valid}$") as refused:
+            preflight.check_slots(config, actors, slots)
+        assert refused.value.code is ExitCode.USAGE
+
+
+def test_slots_without_expert_actors_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(Refused, match="--expert-actors 0"):
+        run(options(checkpoint, expert_actors=0, slots_per_actor=4, dry_run=True))
+
+
+def test_spare_slots_are_told_and_left_out_where_the_memory_is_short(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = preflight.check_folder(checkpoint)
+    summary = preflight.check_checkpoint(checkpoint, config)
+    chosen = options(checkpoint, dry_run=True, port=free_port())
+
+    def needs(slots: int) -> int:
+        load, engine = chosen.load(), chosen.engine(config)
+        return preflight.plan_memory(config, summary, load, engine, 1, 2, slots).total
+
+    def printed(available: int, **changes: object) -> str:
+        monkeypatch.setattr(preflight, "available_memory", lambda: available)
+        run(replace(chosen, **changes))  # type: ignore[arg-type]
+        return " ".join(capsys.readouterr().err.split())
+
+    every, half = config.num_experts, config.num_experts // 2
+    text = printed(needs(every))
+    assert f"{every} slots per actor" in text and "any one actor can be lost" in text
+    text = printed(needs(every) - 1)
+    assert f"hold {half} expert slots per actor, not the {every}" in text
+    assert f"{half} slots per actor" in text and "has to be replaced first" in text
+    text = printed(needs(half), slots_per_actor=half)
+    assert "warning" not in text and "0 spare" in text
+    for available, changes in (
+        (needs(half) - 1, {}),
+        (needs(every) - 1, {"slots_per_actor": every}),
+    ):
+        with pytest.raises(Refused) as refused:
+            printed(available, **changes)
+        assert refused.value.code is ExitCode.MEMORY
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"max_expert_actors": 1}, "--max-expert-actors 1: valid numbers are 2 to"),
+        ({"max_expert_actors": 10_000}, "--max-expert-actors 10000: valid numbers are 2 to"),
+        ({"max_expert_actors": 3, "min_expert_actors": 3}, "--min-expert-actors 3: .* 1 to 2"),
+        ({"max_expert_actors": 3, "expert_actors": 0}, "no pool to scale"),
+        ({"min_expert_actors": 1}, "--min-expert-actors needs --max-expert-actors"),
+        ({"max_attention_replicas": 1, "attention_replicas": 2}, "--max-attention-.* 2 or more"),
+        ({"min_attention_replicas": 1}, "needs --max-attention-replicas"),
+        ({"autoscale_dry_run": True}, "needs a maximum"),
+    ],
+)
+def test_impossible_limits_of_autoscaling(
+    checkpoint: Path, changes: dict[str, object], text: str
+) -> None:
+    with pytest.raises(Refused, match=text) as refused:
+        run(options(checkpoint, dry_run=True, **changes))
+    assert refused.value.code is ExitCode.USAGE
+
+
+def test_autoscaling_leaves_a_pool_without_a_maximum_alone(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = preflight.check_folder(checkpoint)
+    assert options(checkpoint).cluster(config, None).autoscale is None
+    one = options(checkpoint, max_attention_replicas=3, autoscale_dry_run=True, expert_actors=0)
+    assert not one.one_process
+    scaling = one.cluster(config, None).autoscale
+    assert scaling is not None and scaling.experts is None and scaling.dry_run
+    assert scaling.attention is not None
+    assert (scaling.attention.min_replicas, scaling.attention.max_replicas) == (1, 3)
+    run(replace(one, dry_run=True, port=free_port()))
+    assert "1 to 3 attention replicas (dry run" in capsys.readouterr().err
+
+
+def test_options_reach_the_mesh(checkpoint: Path) -> None:
+    config = preflight.check_folder(checkpoint)
+    chosen = options(checkpoint, hold_seconds=7.0, rebalance_seconds=0.0, max_expert_actors=3)
+    settings = chosen.cluster(config, 4)
+    assert (settings.recovery.hold_s, settings.rebalance.period_s) == (7.0, 0.0)
+    assert settings.slots_per_actor == 4 and settings.slots(config.num_experts, 2) == 4
 
 
 def test_dry_run_checks_the_port_and_warns_of_a_cut(
