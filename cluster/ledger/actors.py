@@ -1,6 +1,6 @@
 """Rows and busy seconds of the expert actors, by seat: a place in the mesh, whoever sits there."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,8 +52,8 @@ class Seats:
         known.read, known.queued = now, queued_rows
         known.total, known.open = known.total + new, known.open + new
 
-    def remove(self, seat: str) -> None:
-        self._seats.pop(seat, None)
+    def keep(self, seats: Collection[str]) -> None:
+        self._seats = {name: seat for name, seat in self._seats.items() if name in seats}
 
     def close_window(self) -> None:
         for seat in self._seats.values():

@@ -12,7 +12,7 @@ nothing.
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -77,10 +77,10 @@ class Ledger:
         with self._lock:
             self._seats.add(seat, rows, busy_seconds, queued_rows)
 
-    def remove_actor(self, seat: str) -> None:
-        """The seat has left the mesh: nothing of it is reported from now on."""
+    def keep_actors(self, seats: Collection[str]) -> None:
+        """The seats of the mesh as it is: nothing of any other is reported from now on."""
         with self._lock:
-            self._seats.remove(seat)
+            self._seats.keep(seats)
 
     def close_window(self, seconds: float | None = None) -> list[Alarm]:
         """Takes the open window into the past; returns the alarms it has raised (also logged).

@@ -57,7 +57,7 @@ def rank_loads(load_E: Floats, held: Sequence[Sequence[int]]) -> Floats:
 
 def layer_rank_loads(load_LE: Floats, layers: Sequence[int], placement: Placement | None) -> Floats:
     """float64 [L, A]; [L, 0] without an expert tier."""
-    if placement is None:
+    if placement is None or not placement.held:
         return np.zeros((len(layers), 0))
     held = placement.held
     return np.stack([rank_loads(load_LE[i], held[layer]) for i, layer in enumerate(layers)])

@@ -105,10 +105,10 @@ class Recording:
 
     def fan_out(self) -> float | None:
         """Distinct expert actors per token and layer, replayed on the placement in the file."""
-        tokens, layers, _ = self.trace_NLK.shape
+        tokens, layers = len(self.trace_NLK), len(self.layers)
         if not tokens or self.holds_LAE.shape[1] == 0:
             return None
-        distinct = 0
+        distinct: int = 0
         for index in range(layers):
             choice = ReplicaChoice(self.holds_LAE[index])
             for begin in range(0, tokens, STEP_TOKENS):
