@@ -33,6 +33,7 @@ from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.describe import describe
 from expertmesh.deploy.openai.served import Limits
 from expertmesh.deploy.ray_client import RayEngineClient
+from expertmesh.deploy.serve_scaling import seats_application
 
 # One thread per process: the door's numeric libraries compute nothing.
 _ENV = {"env_vars": {"OMP_NUM_THREADS": "1"}}
@@ -177,6 +178,20 @@ def build_openai_app(args: dict[str, Any]) -> Application:
     """Mesh and front door as one Serve application behind Serve's proxies."""
     settings = AppSettings.model_validate(args)
     mesh = settings.mesh
+    parts: list[Any] = []
+    if mesh.autoscale is not None and mesh.autoscale.attention is not None:
+        parts.append(
+            seats_application(
+                mesh.mesh_name,
+                mesh.namespace,
+                mesh.attention_replicas,
+                mesh.autoscale.attention,
+                dry_run=mesh.autoscale.dry_run,
+            )
+        )
+        # Serve decides the number of attention replicas; the mesh itself must not.
+        left = mesh.autoscale.model_copy(update={"attention": None})
+        mesh = mesh.model_copy(update={"autoscale": left})
     door = DoorSettings(
         model=mesh.load.model,
         served_model_name=settings.served_model_name,
@@ -198,8 +213,8 @@ def build_openai_app(args: dict[str, Any]) -> Application:
     # Serve builds the app on the replica; nothing of it has to be pickled.
     @serve.ingress(lambda: door_app(door, behind_proxy=True))
     class Ingress:
-        def __init__(self, mesh: Any) -> None:
-            self._mesh = mesh  # ties the mesh to this application
+        def __init__(self, *parts: Any) -> None:
+            self._parts = parts  # ties the mesh and what scales it to this application
 
     deployment = _deployment(
         Ingress,
@@ -208,4 +223,4 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         max_ongoing_requests=10_000,
         graceful_shutdown_timeout_s=30,
     )
-    return cast(Application, deployment.bind(owner))
+    return cast(Application, deployment.bind(owner, *parts))
