@@ -21,20 +21,16 @@ from expertmesh.cluster.groups.refine import _values, even_loads
 from expertmesh.cluster.groups.types import contiguous, contiguous_groups
 from expertmesh.cluster.ledger.recording import Recording
 from expertmesh.cluster.placement import PlacementError
-from tests.support.coactivated import Traffic, gini
+from tests.support.coactivated import Traffic, gini, hits
 
 TRAFFIC = Traffic(experts=128, top_k=8, topics=16, domains=4)
 TOKENS = 40_000
 
 
 def recording(trace_NLK: np.ndarray, experts: int, layers: tuple[int, ...]) -> Recording:
-    hits_LE = np.stack([graph_hits(trace_NLK[:, i], experts) for i in range(len(layers))])
+    hits_LE = np.stack([hits(trace_NLK[:, i], experts) for i in range(len(layers))])
     none = np.zeros((len(layers), 0, experts), bool)
     return Recording(layers, experts, trace_NLK.shape[2], 1.0, hits_LE, trace_NLK, none)
-
-
-def graph_hits(ids_NK: np.ndarray, experts: int) -> np.ndarray:
-    return np.bincount(ids_NK.ravel(), minlength=experts)
 
 
 def random_graph(rng: np.random.Generator, experts: int) -> np.ndarray:
@@ -149,7 +145,7 @@ def test_coactivated_traffic_reaches_a_fifth_fewer_actors(actors: int) -> None:
     """On tokens that the groups were not made from, at a load imbalance of at most 1.05."""
     trace = TRAFFIC.tokens(2 * TOKENS)[:, None]
     seen, later = trace[:TOKENS], trace[TOKENS:, 0]
-    assert 0.24 <= gini(graph_hits(later, 128)) <= 0.38
+    assert 0.24 <= gini(hits(later, 128)) <= 0.38
     group_E = groups_from_recording(recording(seen, 128, (1,)), actors).of[1]
     neighbours = fan_out(later, contiguous(128, actors))
     assert fan_out(later, group_E) <= 0.8 * neighbours

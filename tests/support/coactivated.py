@@ -54,6 +54,11 @@ class Traffic:
         return chosen
 
 
+def hits(ids_NK: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
+    """int64 [E]: how often each expert was chosen."""
+    return np.bincount(ids_NK.ravel(), minlength=experts)
+
+
 def gini(hits_E: NDArray[np.integer]) -> float:
     """0: all alike; towards 1: one has everything."""
     ordered = np.sort(hits_E).astype(np.float64)
