@@ -24,6 +24,11 @@ STRANDING = 0.5
 """Price, in mean loads of an actor, of dropping the only copy another actor shares load through."""
 WORTH = 1.5
 """A copy must take this many times the load that the dropped one sends away."""
+SHUFFLE, RELAY = 0.5, 1.05
+"""Where pairs in order of load did not do: how far apart in load actors change places in that
+order, and up to which load an actor may take a copy, to pass load on."""
+GOLDEN = 0.6180339887498949
+"""Its multiples, less their whole part, spread evenly."""
 
 
 class Pairs(NamedTuple):
@@ -38,11 +43,9 @@ class Pairs(NamedTuple):
     amount_N: Floats
 
 
-def copy_to_light(shares: Shares, goal: float) -> int:
+def copy_to_light(shares: Shares, goal: float, attempt: int = 0) -> int:
     """One round of copies in the open layers; returns how many."""
-    free_LP = shares.ids_LPS[:, :, -1] == FREE
-    able_LP = (shares.degree_A > 0).reshape(shares.ids_LPS.shape[:2]) | free_LP
-    pairs = _pairs_by_load(shares, goal, able_LP)
+    pairs = _pairs_by_load(shares, goal, _able(shares), attempt)
     if not len(pairs.heavy_N):
         return 0
     given_N, share_N = _expert_to_give(shares, pairs)
@@ -57,12 +60,43 @@ def copy_to_light(shares: Shares, goal: float) -> int:
     return len(n)
 
 
-def swap(shares: Shares, goal: float) -> int:
+def trade(shares: Shares, goal: float, attempt: int = 0) -> int:
+    """One round of copies to light actors that can spare none of theirs; returns how many.
+
+    The light one gets a copy of an expert of the heavy one, and that takes over an expert of the
+    light one in place of a copy it can do without.
+    """
+    pairs = _pairs_by_load(shares, goal, ~_able(shares), attempt)
+    first_N = pairs.nth_N == 0  # a heavy actor's slots must not be used twice
+    pairs = Pairs(*(column[first_N] for column in pairs))
+    if not len(pairs.heavy_N):
+        return 0
+    given_N, share_N = _expert_to_give(shares, pairs)
+    gone_N, _, price_N = _slot_to_use(shares, pairs.heavy_N, given_N)
+    slot_NS = _slots_of(shares, pairs.light_N)
+    share_NS = np.where(_held_by(shares, slot_NS, pairs.heavy_N), np.inf, shares.share_F[slot_NS])
+    back_N = slot_NS[np.arange(len(slot_NS)), share_NS.argmin(1)]
+    back_share_N = share_NS.min(1)
+    passed_N = np.minimum(share_N, pairs.amount_N + back_share_N)
+    n = np.flatnonzero(np.isfinite(price_N) & (passed_N > back_share_N + pairs.amount_N / 4))
+    n = n[_safe_together(shares, gone_N[n])]
+    key_F = shares.key_LPS.reshape(-1)
+    key_N = np.concatenate([key_F[back_N[n]], key_F[given_N[n]]])
+    shares.take(given_N[n], passed_N[n])
+    shares.put(
+        np.concatenate([gone_N[n], back_N[n]]),
+        key_N,
+        np.concatenate([back_share_N[n], passed_N[n]]),
+    )
+    return len(n)
+
+
+def swap(shares: Shares, goal: float, attempt: int = 0) -> int:
     """One round of swaps in the open layers; returns how many.
 
     The experts of a pair whose shares differ by nearest the right amount change places.
     """
-    pairs = _pairs_by_load(shares, goal, np.ones(shares.ids_LPS.shape[:2], bool))
+    pairs = _pairs_by_load(shares, goal, np.ones(shares.ids_LPS.shape[:2], bool), attempt)
     first_N = pairs.nth_N == 0  # a heavy actor's slots must not be used twice
     heavy_N, light_N, _, amount_N = (column[first_N] for column in pairs)
     ours_NQ, theirs_NQ = _spread(shares, heavy_N), _spread(shares, light_N)
@@ -82,19 +116,32 @@ def swap(shares: Shares, goal: float) -> int:
     return len(n)
 
 
-def _pairs_by_load(shares: Shares, goal: float, able_LP: Bools) -> Pairs:
+def _able(shares: Shares) -> Bools:
+    """[L, P]: the actor has a free slot, or a copy that is not the only one."""
+    free_LP = shares.ids_LPS[:, :, -1] == FREE
+    able_LP: Bools = (shares.degree_A > 0).reshape(free_LP.shape) | free_LP
+    return able_LP
+
+
+def _pairs_by_load(shares: Shares, goal: float, able_LP: Bools, attempt: int = 0) -> Pairs:
     """Pours the excess of the heaviest into the room of the lightest, in order (the north-west
     corner of the transport problem).
 
     An actor counts as heavy above `goal`, and as light below 1 if it is able to take something.
+    attempt: 0 is in order of load, others try other partners and those that can pass load on.
     """
     at_O = np.flatnonzero(shares.open_L)
-    load_OP = shares.load_LP[at_O]
+    load_OP = shares.strain_LP[at_O]
     layers, actors = load_OP.shape
     row_O1 = np.arange(layers)[:, None]
-    lightest_OP = np.argsort(load_OP, axis=1, kind="stable")
+    order_OP, ceiling = load_OP, 1.0
+    if attempt:
+        order_OP = load_OP + SHUFFLE * (np.arange(actors) * GOLDEN * attempt % 1.0)
+        ceiling = RELAY
+    lightest_OP = np.argsort(order_OP, axis=1, kind="stable")
     sorted_OP = load_OP[row_O1, lightest_OP]
-    room_OP = np.maximum(1.0 - sorted_OP, 0.0) * able_LP[at_O[:, None], lightest_OP]
+    takes_OP = able_LP[at_O[:, None], lightest_OP] & (sorted_OP <= goal)
+    room_OP = np.maximum(ceiling - sorted_OP, 0.0) * takes_OP
     heaviest_first_OP = sorted_OP[:, ::-1]
     excess_OP = np.where(heaviest_first_OP > goal, heaviest_first_OP - 1.0, 0.0)
     # One searchsorted over all layers: each layer's sums lie in a range of their own.
@@ -148,15 +195,19 @@ def _wanted(pairs: Pairs) -> Floats:
     return (pairs.nth_N + 1) * pairs.amount_N
 
 
-def _slot_to_use(shares: Shares, light_N: Ints) -> tuple[Ints, Floats, Floats]:
-    """Flat slot of the light actor, its share that must go elsewhere, and the price of that
-    (inf: no slot can be used)."""
-    slot_NS = _slots_of(shares, light_N)
+def _slot_to_use(
+    shares: Shares, actor_N: Ints, but_N: Ints | None = None
+) -> tuple[Ints, Floats, Floats]:
+    """Flat slot of the actor, other than but_N, its share that must go elsewhere, and the price of
+    that (inf: no slot can be used)."""
+    slot_NS = _slots_of(shares, actor_N)
     share_NS = shares.share_F[slot_NS]
     price_F = np.full(len(shares.share_F), np.inf)
     price_F[shares.slot_C] = shares.share_F[shares.slot_C] + STRANDING * _strands_C(shares)
     price_NS = price_F[slot_NS]
     price_NS[shares.ids_LPS.reshape(-1)[slot_NS] == FREE] = -1.0
+    if but_N is not None:
+        price_NS[slot_NS == but_N[:, None]] = np.inf
     n, best_N = np.arange(len(slot_NS)), price_NS.argmin(1)
     return slot_NS[n, best_N], share_NS[n, best_N], price_NS[n, best_N]
 
@@ -188,7 +239,8 @@ def _safe_together(shares: Shares, slot_N: Ints) -> Ints:
 def _slots_of(shares: Shares, actor_N: Ints) -> Ints:
     """[N, S] flat slots."""
     slots = shares.ids_LPS.shape[2]
-    return actor_N[:, None] * slots + np.arange(slots)
+    slot_NS: Ints = actor_N[:, None] * slots + np.arange(slots)
+    return slot_NS
 
 
 def _spread(shares: Shares, actor_N: Ints) -> Ints:
@@ -207,7 +259,7 @@ def _held_by(shares: Shares, slot_NQ: Ints, actor_N: Ints) -> Bools:
     ids_F = shares.ids_LPS.reshape(-1)
     ids_NQ = ids_F[slot_NQ]
     theirs_NS = ids_F[_slots_of(shares, actor_N)]
-    held_NQ = ids_NQ == FREE
+    held_NQ: Bools = ids_NQ == FREE
     for column in range(theirs_NS.shape[1]):
         held_NQ |= ids_NQ == theirs_NS[:, column, None]
     return held_NQ
@@ -225,4 +277,5 @@ def _nth_in_run(key_N: Ints) -> Ints:
     """0, 1, 2, ... within each run of equal keys."""
     index_N = np.arange(len(key_N))
     starts_N = np.concatenate([[True], key_N[1:] != key_N[:-1]])[: len(key_N)]
-    return index_N - np.maximum.accumulate(np.where(starts_N, index_N, 0))
+    nth_N: Ints = index_N - np.maximum.accumulate(np.where(starts_N, index_N, 0))
+    return nth_N

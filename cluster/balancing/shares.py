@@ -18,9 +18,9 @@ Bools = NDArray[np.bool_]
 
 STEP = 1.6
 """Over-relaxation. Each actor takes the mean of what its copies ask for, so below 2 is stable."""
-TINY = 1e-30
 ALONE = 0.03
 """Added to the load of an actor that shares no expert: all noise of its own stays with it."""
+TINY = 1e-30
 
 
 class Shares:
@@ -32,7 +32,7 @@ class Shares:
     """
 
     def __init__(self, ids_LPS: Ints, load_LE: Floats, slack: float) -> None:
-        """Splits evenly."""
+        """Splits evenly. `open` comes next."""
         layers, actors, slots = ids_LPS.shape
         experts = load_LE.shape[1]
         self.ids_LPS, self.load_LE, self.slack = ids_LPS, load_LE, slack
@@ -47,8 +47,8 @@ class Shares:
         self._shared_F = (self.count_K > 1)[key_F * held_F] & held_F
         # Without about one spare copy per actor, sharing nothing is nobody's fault.
         spare_L = (self.count_K.reshape(layers, experts) - 1).sum(1)
+        self.open_L = np.ones(layers, bool)
         self._alone_L1 = (ALONE * (spare_L >= actors))[:, None]
-        self.open(np.ones(layers, bool))
 
     def open(self, open_L: Bools) -> None:
         """Looks at these layers from now on, and at what changed in the table since.
@@ -101,10 +101,15 @@ class Shares:
 
     @property
     def load_LP(self) -> Floats:
-        """Of open layers, with the surcharge for actors that share nothing."""
-        alone = (self.degree_A == 0).reshape(self.ids_LPS.shape[:2])
-        loads: Floats = self.load_A.reshape(alone.shape) + self._alone_L1 * alone
-        return loads
+        load_LP: Floats = self.load_A.reshape(self.ids_LPS.shape[:2])
+        return load_LP
+
+    @property
+    def strain_LP(self) -> Floats:
+        """Of open layers: the load, with a surcharge for actors that share nothing."""
+        alone_LP = (self.degree_A == 0).reshape(self.ids_LPS.shape[:2])
+        strain_LP: Floats = self.load_LP + self._alone_L1 * alone_LP
+        return strain_LP
 
     def level(self, sweeps: int) -> None:
         """Steps towards the fairest split of the open layers."""

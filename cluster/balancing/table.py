@@ -25,3 +25,25 @@ def to_table(layers: Iterable[Rows], actors: int, slots: int) -> Ints:
     table[np.arange(slots) < sizes[:, None]] = flat
     return table.reshape(-1, actors, slots)
 
+
+def changed_rows(layers: list[Rows], table_LPS: Ints, new_LPS: Ints) -> list[Rows]:
+    """The layers of `table_LPS` with the actors changed that differ in the new one."""
+    changed_LP = (table_LPS != new_LPS).any(2)
+    new_NS = new_LPS[changed_LP]
+    new = iter(new_NS.tolist())
+    if (new_NS == FREE).any():
+        new = iter([[expert for expert in ids if expert != FREE] for ids in new])
+    rows = list(layers)
+    for index in np.flatnonzero(changed_LP.any(1)).tolist():
+        actors = list(layers[index])
+        for actor in np.flatnonzero(changed_LP[index]).tolist():
+            actors[actor] = tuple(next(new))
+        rows[index] = tuple(actors)
+    return rows
+
+
+def over_ranks(rows: Rows, staying: list[int], ranks: int) -> Rows:
+    if len(rows) == ranks:
+        return rows
+    of_actor = dict(zip(staying, rows, strict=True))
+    return tuple(of_actor.get(actor, ()) for actor in range(ranks))
