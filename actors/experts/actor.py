@@ -27,7 +27,8 @@ class ExpertStats(msgspec.Struct, frozen=True):
     """All counted since the process began, over all its epochs.
 
     rows: received rows that carry a token. busy_seconds: in the experts' GEMMs. wall_seconds: since
-    the experts were loaded. held: experts here, of all layers. moved_bytes: in and out.
+    the experts were loaded. held: experts here, of all layers. transfer_failures: of those in, for
+    whatever reason; checksum_failures: because of their bytes. moved_bytes: in and out.
     """
 
     steps: int = 0
@@ -42,6 +43,7 @@ class ExpertStats(msgspec.Struct, frozen=True):
     transfers_in: int = 0
     transfers_out: int = 0
     transfer_failures: int = 0
+    checksum_failures: int = 0
     moved_bytes: int = 0
 
     @property
@@ -139,8 +141,8 @@ class ExpertActor:
             adopted = self._incoming.run(
                 lambda: transfer.adopt(bank, layer, expert, peer, deadline)
             )
-        except TransferError:
-            self._moved.failed()
+        except TransferError as error:
+            self._moved.failed(error)
             raise
         self._moved.received(adopted.nbytes)
         return adopted.checksum
@@ -173,8 +175,6 @@ class ExpertActor:
         Raises ExchangeError; nothing of the epoch is left then.
         """
         self._epochs.prepare(roster, rank)
-
-    join = prepare
 
     def retire(self, below_epoch: int) -> None:
         """Ends the epochs that have been replaced."""

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
@@ -27,7 +26,11 @@ class TransferError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[int, int, str, str]]:
         # As for ExpertNotHeld.
-        return TransferError, (self.layer, self.expert, self.source, self.reason)
+        return type(self), (self.layer, self.expert, self.source, self.reason)
+
+
+class ChecksumError(TransferError):
+    """What arrived, or what has been here for long, is not what it should be."""
 
 
 class Part(NamedTuple):
@@ -101,7 +104,7 @@ def adopt(bank: ExpertBank, layer: int, expert: int, peer: Peer, deadline: float
         return TransferError(layer, expert, peer.name, reason)
 
     if bank.holds(layer, expert):
-        return Adopted(_verified(bank, layer, expert, error), 0)
+        return Adopted(_verified(bank, layer, expert, peer.name), 0)
     left = deadline - time.monotonic()
     if left <= 0:
         raise error("another transfer took all the time there was")
@@ -114,19 +117,18 @@ def adopt(bank: ExpertBank, layer: int, expert: int, peer: Peer, deadline: float
     except (ValueError, RuntimeError) as failure:
         raise error(f"no expert of this model: {failure}") from failure
     if staged.digests != packet.digests:
-        raise error(differing(staged.digests, packet.digests))
+        raise ChecksumError(layer, expert, peer.name, differing(staged.digests, packet.digests))
     if time.monotonic() > deadline:
         raise error("verified only after the deadline")
     bank.admit(staged)
     return Adopted(staged.digests.checksum(layer, expert), packet.nbytes)
 
 
-def _verified(
-    bank: ExpertBank, layer: int, expert: int, error: Callable[[str], TransferError]
-) -> int:
+def _verified(bank: ExpertBank, layer: int, expert: int, source: str) -> int:
     found, wanted = bank.digests(layer, expert), bank.stored(layer, expert)[1]
     if found != wanted:
-        raise error(f"held here already, but {differing(found, wanted)}")
+        reason = f"held here already, but {differing(found, wanted)}"
+        raise ChecksumError(layer, expert, source, reason)
     return found.checksum(layer, expert)
 
 
@@ -167,7 +169,7 @@ class Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in = self._out = self._failures = self._nbytes = 0
+        self._in = self._out = self._nbytes = self._failures = self._mismatches = 0
 
     def sent(self, nbytes: int) -> None:
         with self._lock:
@@ -179,9 +181,10 @@ class Counts:
             self._in += nbytes > 0
             self._nbytes += nbytes
 
-    def failed(self) -> None:
+    def failed(self, error: TransferError) -> None:
         with self._lock:
             self._failures += 1
+            self._mismatches += isinstance(error, ChecksumError)
 
     def now(self) -> dict[str, int]:
         """As the fields of ExpertStats."""
@@ -190,5 +193,6 @@ class Counts:
                 "transfers_in": self._in,
                 "transfers_out": self._out,
                 "transfer_failures": self._failures,
+                "checksum_failures": self._mismatches,
                 "moved_bytes": self._nbytes,
             }

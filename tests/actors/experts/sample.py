@@ -11,7 +11,7 @@ from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import ModelConfig, load_config
 from expertmesh.kernels.registry import load_kernels
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import Experts, write_checkpoint
 
 EXPERTS = 7
 ROOMY = 1 << 30
@@ -48,7 +48,7 @@ class Sample(NamedTuple):
         return z_TD, torch.tensor(among)[picks], torch.rand(count, top_k, generator=generator)
 
 
-def write_sample(folder: Path) -> Sample:
-    write_checkpoint(folder, num_experts=EXPERTS)
+def write_sample(folder: Path, experts: Experts = "packed") -> Sample:
+    write_checkpoint(folder, num_experts=EXPERTS, experts=experts)
     config = load_config(folder)
     return Sample(config, Checkpoint.open(folder, config))

@@ -11,7 +11,7 @@ from expertmesh.actors.experts.bank import ExpertBank
 from tests.actors.experts.sample import EXPERTS, Sample
 
 STAYING, COMING = (0, 1, 2), (3, 4, 5, 6)
-SERVERS, SUMS = 2, 150
+SERVERS, SUMS = 2, 80
 
 
 class Mover(threading.Thread):

@@ -3,15 +3,20 @@
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
+from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.experts import bank as bank_module
 from expertmesh.actors.experts import transfer
+from expertmesh.actors.experts.actor import ExpertActor
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.experts.decoded import Decoded
-from expertmesh.actors.experts.transfer import Packet, TransferError
-from expertmesh.actors.model.checkpoint import CheckpointError
+from expertmesh.actors.experts.transfer import ChecksumError, Packet, TransferError
+from expertmesh.actors.model.checkpoint import CheckpointError, ExpertWeights
+from expertmesh.actors.model.loading import LoadSettings
 from tests.actors.experts.corruption import IN_MEMORY, Case, damaged, flipped
 from tests.actors.experts.sample import EXPERTS, Sample
 
@@ -82,6 +87,19 @@ def test_nothing_damaged_on_the_way_enters_a_bank(sample: Sample) -> None:
     assert adopt(target, layer, expert, sender) == full.checksum(layer, expert)
 
 
+def test_a_mismatch_is_counted_apart(sample: Sample) -> None:
+    load = LoadSettings(model=sample.source.folder, device="cpu")
+    source, target, sender = sample.bank([3]), ExpertActor(load, ExchangeSettings()), Sender()
+    target.load(dict.fromkeys(sample.layers, (0,)))
+    layer = sample.layers[0]
+    packet = transfer.give(source, layer, 3)
+    sender.packet = replace(packet, digests=packet.digests._replace(derived=1))
+    with pytest.raises(ChecksumError, match="checksum mismatch"):
+        target.adopt(layer, 3, sender, 10.0)
+    stats = target.stats()
+    assert (stats.transfer_failures, stats.checksum_failures, stats.transfers_in) == (1, 1, 0)
+
+
 def test_a_source_whose_memory_went_bad_is_found_by_the_receiver(sample: Sample) -> None:
     source, target, sender = sample.bank(range(EXPERTS)), sample.bank([0]), Sender()
     layer, choose = sample.layers[0], random.Random(22)
@@ -130,7 +148,7 @@ def test_a_load_that_arrives_damaged_is_refused(
     bank, layer = sample.bank([0]), sample.layers[0]
     original, seen = bank_module._own, []
 
-    def own(weights, device):
+    def own(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
         copy = original(weights, device)
         seen.append(copy)
         if len(seen) == 3:

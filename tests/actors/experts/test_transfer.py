@@ -17,6 +17,7 @@ from expertmesh.actors.experts.transfer import Packet, TransferError
 from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.loading import LoadSettings
 from tests.actors.experts.sample import EXPERTS, Sample, write_sample
+from tests.support.checkpoints import Experts
 from tests.support.tampering import shards_of
 
 DEADLINE = 10.0
@@ -66,6 +67,17 @@ def test_a_copy_computes_and_hashes_like_its_original(sample: Sample) -> None:
     assert (gave.transfers_out, gave.transfers_in, gave.moved_bytes) == (1, 0, nbytes)
     assert (took.transfers_out, took.transfers_in, took.moved_bytes) == (0, 1, nbytes)
     assert took.held == 3 * len(sample.layers) + 1
+
+
+@pytest.mark.parametrize("experts", ["bf16", "mixed"])
+def test_experts_stored_otherwise_travel_as_they_are(tmp_path: Path, experts: Experts) -> None:
+    own = write_sample(tmp_path / "model", experts)
+    source, target = actors(own, [0, 1, 2], [3])
+    for layer in own.layers:
+        for expert in (0, 1, 2):
+            checksum = target.adopt(layer, expert, Peer(source, "s"), DEADLINE)
+            assert source.checksums({layer: [expert]}) == {layer: {expert: checksum}}
+    assert target.stats().packed_bytes == own.bank([0, 1, 2, 3]).packed_bytes
 
 
 def test_received_memory_is_written_to_the_last_byte(
@@ -125,7 +137,7 @@ def test_a_source_that_fails_leaves_nothing_behind(
     assert (str(twin), twin.reason) == (str(error), error.reason)
     after = target.held(), target.stats().packed_bytes, target.stats().cached_bytes
     assert after == before
-    assert target.stats().transfer_failures == 1
+    assert (target.stats().transfer_failures, target.stats().checksum_failures) == (1, 0)
     assert target.adopt(layer, 1, Peer(source, "expert-0"), DEADLINE), "the next one is unaffected"
 
 
