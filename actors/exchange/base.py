@@ -13,6 +13,10 @@ class ExchangeError(RuntimeError):
         super().__init__(f"rank {rank}, layer {layer}, {phase}, step {step}: {reason}")
         self.rank, self.layer, self.phase, self.step, self.reason = rank, layer, phase, step, reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes an exception is made again from its arguments, by default its text."""
+        return type(self), (self.rank, self.layer, self.phase, self.step, self.reason)
+
 
 class MisuseError(ExchangeError):
     """The caller and the exchange disagree on the step: it would fail in any epoch."""

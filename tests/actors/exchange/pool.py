@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,13 +53,13 @@ class Epoch:
     servers: list[MeshServer]
     store: object  # where its ranks met
     threads: list[threading.Thread] = field(default_factory=list)
-    errors: list[BaseException] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # not the exceptions: those hold the epoch
 
     def serve(self, server: MeshServer) -> None:
         try:
             server.run()
         except BaseException as error:
-            self.errors.append(error.with_traceback(None))
+            self.errors.append(f"{type(error).__name__}: {error}")
 
 
 class Pool:
@@ -183,3 +184,33 @@ class Steward:
                 time.sleep(0.001)
         except BaseException as error:
             self.errors.append(error)
+
+
+def company(pool: Pool, works: Mapping[int, Callable[[], Any]]) -> list[Any]:
+    """Every replica does its work, if it has some, and joins the steps of others until all have
+    done theirs: as engine loops do."""
+    left, stopped, lock = set(works), threading.Event(), threading.Lock()
+
+    def done(index: int) -> None:
+        with lock:
+            left.discard(index)
+        if not left:
+            stopped.set()
+            for woken in pool.woken:
+                woken.set()
+
+    def engine(index: int) -> Any:
+        replica, woken, result = pool.replicas[index], pool.woken[index], None
+        try:
+            if index in works:
+                result = works[index]()
+        finally:
+            done(index)
+        while not stopped.is_set():
+            woken.wait()
+            woken.clear()
+            while replica.peer_waiting and not stopped.is_set():
+                replica.join_step()
+        return result
+
+    return in_threads([partial(engine, index) for index in range(len(pool.replicas))])
