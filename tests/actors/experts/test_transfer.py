@@ -111,25 +111,23 @@ def astray(source: ExpertActor, layer: int, expert: int, timeout_s: float) -> Pa
 
 
 @pytest.mark.parametrize(
-    ("trouble", "reason"),
+    ("trouble", "deadline_s", "reason"),
     [
-        (stalled, "no answer within 0.2 s"),
-        (dead, "the actor died"),
-        (late, "after the deadline"),
-        (astray, "expert 2 came instead"),
+        (stalled, 1.0, r"no answer within \d\.\d s"),
+        (dead, DEADLINE, "the actor died"),
+        (late, 1.0, "after the deadline"),
+        (astray, DEADLINE, "expert 2 came instead"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_source_that_fails_leaves_nothing_behind(
-    sample: Sample, trouble: Meddle, reason: str
+    sample: Sample, trouble: Meddle, deadline_s: float, reason: str
 ) -> None:
     source, target = actors(sample, [0, 1, 2, 3], [4, 5, 6])
     layer = sample.layers[0]
     before = target.held(), target.stats().packed_bytes, target.stats().cached_bytes
-    began = time.monotonic()
     with pytest.raises(TransferError, match=reason) as caught:
-        target.adopt(layer, 1, Peer(source, "expert-0", trouble), 0.2)
-    assert time.monotonic() - began < 5
+        target.adopt(layer, 1, Peer(source, "expert-0", trouble), deadline_s)
     error = caught.value
     assert (error.layer, error.expert, error.source) == (layer, 1, "expert-0")
     assert str(error).startswith(f"layer {layer}, expert 1 from expert-0: ")
@@ -190,11 +188,11 @@ def test_waiting_in_line_counts_against_the_deadline(sample: Sample) -> None:
 
     def hang() -> None:
         with pytest.raises(TransferError, match="no answer"):
-            target.adopt(layer, 0, hanging, 0.5)
+            target.adopt(layer, 0, hanging, 2.0)
 
     first = threading.Thread(target=hang)
     first.start()
-    time.sleep(0.1)
+    time.sleep(0.5)
     with pytest.raises(TransferError, match="another transfer took all the time there was"):
         target.adopt(layer, 1, Peer(source, "expert-0"), 0.1)
     first.join()
