@@ -112,15 +112,16 @@ def adopt(bank: ExpertBank, layer: int, expert: int, peer: Peer, deadline: float
     if (packet.layer, packet.expert) != (layer, expert):
         raise error(f"layer {packet.layer}, expert {packet.expert} came instead")
     try:
-        weights = unpack(packet, bank.device)
-        staged = bank.stage(layer, expert, weights)
-    except (ValueError, RuntimeError) as failure:
-        raise error(f"no expert of this model: {failure}") from failure
-    if staged.digests != packet.digests:
-        raise ChecksumError(layer, expert, peer.name, differing(staged.digests, packet.digests))
-    if time.monotonic() > deadline:
-        raise error("verified only after the deadline")
-    bank.admit(staged)
+        staged = bank.stage(layer, expert, unpack(packet, bank.device))
+        if staged.digests != packet.digests:
+            raise ChecksumError(layer, expert, peer.name, differing(staged.digests, packet.digests))
+        if time.monotonic() > deadline:
+            raise error("verified only after the deadline")
+        bank.admit(staged)
+    except TransferError:
+        raise
+    except (ValueError, RuntimeError) as failure:  # of another shape, out of memory, held by now
+        raise error(f"could not be taken in: {failure}") from failure
     return Adopted(staged.digests.checksum(layer, expert), packet.nbytes)
 
 
