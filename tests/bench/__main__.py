@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 
-NAMES = ("two_tier", "http", "transformers", "peers", "profile", "transfers", "groups")
+NAMES = ("two_tier", "http", "transformers", "peers", "profile", "transfers", "groups", "planner")
 
 
 def main(arguments: list[str]) -> int:
