@@ -122,4 +122,81 @@ ENGINE_STEP_SECONDS = Metric(
     "Seconds of the engine loop by phase: plan, forward, sample, publish.", (*_ENGINE, "phase"),
 )  # fmt: skip
 
+# The mesh. `seat` is a place in it ("expert-0"), whoever sits there: as many series as seats.
+# Nothing is per layer or per expert; `expertmesh routing report` shows those.
+_SEAT = ("model_name", "seat")
+EXPERT_ROWS = Metric(
+    "expert_rows", "counter",
+    "Rows an expert actor has computed, one per (token, MoE layer).", _SEAT,
+)  # fmt: skip
+EXPERT_BUSY_SECONDS = Metric(
+    "expert_busy_seconds", "counter", "Seconds an expert actor has spent in its experts.", _SEAT
+)
+EXPERT_QUEUED_ROWS = Metric(
+    "expert_queued_rows", "gauge", "Rows that wait in front of an expert actor's experts.", _SEAT
+)
+DISPATCHED_ROWS = Metric(
+    "moe_dispatched_rows", "counter",
+    "Rows an attention replica has sent, one per (token, MoE layer, expert actor). Over "
+    "moe_routed_rows: distinct expert actors per token.", _SEAT,
+)  # fmt: skip
+ROUTED_ROWS = Metric(
+    "moe_routed_rows", "counter",
+    "Rows an attention replica has routed, one per (token, MoE layer); rows that carry a token "
+    "only.", _SEAT,
+)  # fmt: skip
+DISPATCH_SECONDS = Metric(
+    "moe_dispatch_seconds", "counter", "Seconds an attention replica has spent sending rows.", _SEAT
+)
+COMBINE_SECONDS = Metric(
+    "moe_combine_seconds", "counter",
+    "Seconds an attention replica has spent waiting for and adding up partial sums.", _SEAT,
+)  # fmt: skip
+LOAD_BALANCEDNESS = Metric(
+    "expert_load_balancedness", "gauge",
+    "Mean over largest load of the expert actors in a layer, 0 to 1, 1 is even; of the worst "
+    "layer and the mean over layers. Absent without load.", ("model_name", "layers"),
+)  # fmt: skip
+ROUTING_ENTROPY = Metric(
+    "routing_entropy_min", "gauge",
+    "Entropy of the experts' shares over its maximum, 0 to 1, of the layer where it is least. "
+    "Absent without load.",
+)  # fmt: skip
+DEAD_EXPERTS = Metric(
+    "dead_experts", "gauge", "(layer, expert) pairs that get no hits though some are expected."
+)
+ROUTING_ALARMS = Metric(
+    "routing_alarms", "counter",
+    "Alarms of the collapse detector: dead_expert, entropy_drop, router_nonfinite, "
+    "expert_nonfinite.", ("model_name", "kind"),
+)  # fmt: skip
+ROUTING_ALARMS_ACTIVE = Metric(
+    "routing_alarms_active", "gauge",
+    "Alarms that hold now: experts for dead_expert, layers for the other kinds.",
+    ("model_name", "kind"),
+)  # fmt: skip
+MESH_EPOCH = Metric("mesh_epoch", "gauge", "Number of the running epoch of the mesh.")
+ROUTING_VERSION = Metric(
+    "mesh_routing_version", "gauge", "Version of the placement that steps use."
+)
+FAILOVERS = Metric("mesh_failovers", "counter", "Epochs that began because an actor was lost.")
+REBALANCES = Metric(
+    "mesh_rebalances", "counter", "Rebalances by outcome: done, failed.",
+    ("model_name", "outcome"),
+)  # fmt: skip
+LAST_REBALANCE = Metric(
+    "mesh_last_rebalance_timestamp_seconds", "gauge",
+    "Unix time of the last rebalance that was done. Absent before the first.",
+)  # fmt: skip
+MOVED_EXPERTS = Metric("mesh_moved_experts", "counter", "Copies of experts moved by rebalances.")
+MOVED_BYTES = Metric("mesh_moved_bytes", "counter", "Bytes of weights that rebalances moved.")
+CHECKSUM_FAILURES = Metric(
+    "mesh_checksum_failures", "counter", "Moved experts that were not what had been sent."
+)
+HELD_REQUESTS = Metric(
+    "mesh_held_requests", "gauge", "Requests that wait for the mesh to serve again."
+)
+
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+# Exposed by a server that has a mesh.
+MESH = ALL[ALL.index(EXPERT_ROWS) :]

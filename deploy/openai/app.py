@@ -201,7 +201,8 @@ class FrontDoor:
         return _json({"version": __version__})
 
     async def metrics(self) -> Response:
-        text = self._telemetry.exposition(await self._client.stats())
+        engines, mesh = await asyncio.gather(self._client.stats(), self._admin.stats())
+        text = self._telemetry.exposition(engines, mesh)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _tokenizing(

@@ -9,9 +9,11 @@ from prometheus_client.registry import Collector
 
 from expertmesh.actors.attention.messages import EngineStats
 from expertmesh.cluster import metrics
+from expertmesh.cluster.ledger.stats import MeshStats
 from expertmesh.cluster.metrics import Metric
 from expertmesh.deploy.openai.errors import ApiError
 from expertmesh.deploy.openai.generation import Generation
+from expertmesh.deploy.openai.mesh_telemetry import MeshCollector
 
 _ERROR_TYPES = {
     404: "not_found", 429: "overload", 503: "unavailable", 504: "timeout", 500: "internal",
@@ -25,6 +27,8 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self._engines = EngineCollector(model_name)
         self.registry.register(self._engines)
+        self._mesh = MeshCollector(model_name)
+        self.registry.register(self._mesh)
         self._model = model_name
         self._success = self._counter(metrics.REQUEST_SUCCESS)
         self._failures = self._counter(metrics.REQUEST_FAILURES)
@@ -80,9 +84,11 @@ class Telemetry:
         """The client went away before the end."""
         self._failures.labels(self._model, "cancelled").inc()
 
-    def exposition(self, stats: Mapping[str, EngineStats | None]) -> bytes:
-        """The text format, engines as they are now."""
-        self._engines.stats = stats
+    def exposition(
+        self, stats: Mapping[str, EngineStats | None], mesh: MeshStats | None = None
+    ) -> bytes:
+        """The text format, engines and mesh as they are now. mesh: None when nothing is known."""
+        self._engines.stats, self._mesh.stats = stats, mesh
         return generate_latest(self.registry)
 
 
