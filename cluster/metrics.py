@@ -132,9 +132,6 @@ EXPERT_ROWS = Metric(
 EXPERT_BUSY_SECONDS = Metric(
     "expert_busy_seconds", "counter", "Seconds an expert actor has spent in its experts.", _SEAT
 )
-EXPERT_QUEUED_ROWS = Metric(
-    "expert_queued_rows", "gauge", "Rows that wait in front of an expert actor's experts.", _SEAT
-)
 DISPATCHED_ROWS = Metric(
     "moe_dispatched_rows", "counter",
     "Rows an attention replica has sent, one per (token, MoE layer, expert actor). Over "

@@ -12,14 +12,13 @@ from expertmesh.cluster.ledger.stats import ActorLoad
 class _Seat:
     """read: counters as last read. total: since the seat exists. recent: decayed windows.
 
-    Each is [2, L]: rows, busy seconds. queued: rows that waited at the last reading.
+    Each is [2, L]: rows, busy seconds.
     """
 
     read: np.ndarray
     total: np.ndarray
     open: np.ndarray
     recent: np.ndarray
-    queued: int = 0
 
 
 class Seats:
@@ -34,7 +33,6 @@ class Seats:
         seat: str,
         rows: Mapping[int, int],
         busy_seconds: Mapping[int, float],
-        queued_rows: int = 0,
     ) -> None:
         """Counters of the actor in this seat, by absolute layer number.
 
@@ -49,7 +47,7 @@ class Seats:
             zero = np.zeros_like(now)
             known = self._seats[seat] = _Seat(zero, zero, zero, zero)
         new = now if (now < known.read).any() else now - known.read
-        known.read, known.queued = now, queued_rows
+        known.read = now
         known.total, known.open = known.total + new, known.open + new
 
     def keep(self, seats: Collection[str]) -> None:
@@ -62,7 +60,7 @@ class Seats:
 
     def totals(self) -> list[ActorLoad]:
         return [
-            ActorLoad(name, round(seat.total[0].sum()), float(seat.total[1].sum()), seat.queued)
+            ActorLoad(name, round(seat.total[0].sum()), float(seat.total[1].sum()))
             for name, seat in sorted(self._seats.items())
         ]
 

@@ -68,14 +68,13 @@ class Ledger:
         seat: str,
         rows: Mapping[int, int],
         busy_seconds: Mapping[int, float],
-        queued_rows: int = 0,
     ) -> None:
         """Counters of the expert actor in `seat`, by absolute layer number, as its stats have them.
 
         A restart is noticed by a counter that went back.
         """
         with self._lock:
-            self._seats.add(seat, rows, busy_seconds, queued_rows)
+            self._seats.add(seat, rows, busy_seconds)
 
     def keep_actors(self, seats: Collection[str]) -> None:
         """The seats of the mesh as it is: nothing of any other is reported from now on."""

@@ -12,12 +12,11 @@ ALARM_KINDS = (
 
 
 class ActorLoad(msgspec.Struct, frozen=True):
-    """An expert actor. rows, busy_seconds: since the seat exists. queued_rows: at this moment."""
+    """An expert actor. rows: one per (token, MoE layer)."""
 
     seat: str
     rows: int = 0
     busy_seconds: float = 0.0
-    queued_rows: int = 0
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):

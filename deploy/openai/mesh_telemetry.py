@@ -36,7 +36,6 @@ class MeshCollector(Collector):
         actors = stats.actors
         yield self._by(metrics.EXPERT_ROWS, {a.seat: a.rows for a in actors})
         yield self._by(metrics.EXPERT_BUSY_SECONDS, {a.seat: a.busy_seconds for a in actors})
-        yield self._by(metrics.EXPERT_QUEUED_ROWS, {a.seat: a.queued_rows for a in actors})
 
     def _replicas(self, stats: MeshStats) -> Iterable[Family]:
         replicas = stats.replicas

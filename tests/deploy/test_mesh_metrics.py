@@ -42,7 +42,7 @@ def values(telemetry: Telemetry, mesh: MeshStats | None, name: str) -> dict[str,
 def mesh(seats: int = 2, **fields: object) -> MeshStats:
     return MeshStats(
         epoch=3,
-        actors=[ActorLoad(f"expert-{i}", 100 + i, 1.5, 2) for i in range(seats)],
+        actors=[ActorLoad(f"expert-{i}", 100 + i, 1.5) for i in range(seats)],
         replicas=[ReplicaLoad("attention-0", 330, 100, 0.25, 0.5)],
         **fields,  # type: ignore[arg-type]
     )
@@ -103,7 +103,7 @@ def test_series_stay_bounded_over_a_thousand_replacements(telemetry: Telemetry) 
         stats.epoch = life
         found = {(one.name, *sorted(one.labels.items())) for one in samples(telemetry, stats)}
         sizes.append(len(found))
-    assert max(sizes) == len(first) + 2 * 3, "three series for each further seat"
+    assert max(sizes) == len(first) + 2 * 2, "two series for each further seat"
     last = {(one.name, *sorted(one.labels.items())) for one in samples(telemetry, mesh(4))}
     assert last == first
 
