@@ -6,7 +6,7 @@ ARGS   ?=
 # Several processes with several OpenMP threads each starve one another on a small machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install serve test lint bench clean
+.PHONY: install serve test chaos lint bench clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,10 @@ serve: install
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
+
+# Nightly: 200 seeded kills, stops and scalings under load; about half an hour on two cores.
+chaos: install
+	$(BIN)/python -m tests.system.chaos $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

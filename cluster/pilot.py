@@ -120,4 +120,4 @@ def _occupancy(
         )
         for e in engines
     ]
-    return AttentionSignals(sum(fullest) / len(fullest), sum(e.queued_tokens for e in engines))
+    return AttentionSignals(sum(fullest) / len(fullest), sum(e.waiting_tokens for e in engines))

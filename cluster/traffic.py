@@ -93,7 +93,7 @@ class Traffic:
             last_rebalance=None if ago is None else time.time() - ago,
             moved_experts=moves.copies,
             moved_bytes=sum(s.moved_bytes for s in answers.experts.values()) // 2,
-            checksum_failures=sum(s.transfer_failures for s in answers.experts.values()),
+            checksum_failures=sum(s.checksum_failures for s in answers.experts.values()),
             held_requests=sum(
                 s.engine.running + s.engine.waiting
                 for s in answers.replicas.values()

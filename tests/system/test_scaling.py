@@ -1,5 +1,8 @@
 """Growing, shrinking and rebalancing a real mesh under streams: nothing pauses, no bit changes."""
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.cluster.autoscaling.settings import AutoscaleSettings, ExpertScaling
 from expertmesh.cluster.balancing.planner import balance
 from expertmesh.cluster.crew import CrewError
 from expertmesh.cluster.launch import Mesh, start
+from expertmesh.cluster.mover import PlanAbandoned
 from expertmesh.cluster.settings import RebalanceSettings
 from tests.system.test_mesh import Reader, ask, cluster, model, one_process, settings, submit
 
@@ -99,6 +105,39 @@ def test_a_join_that_fails_is_rolled_back(model: Path, monkeypatch: pytest.Monke
         mesh.stop()
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_autoscaler_adds_an_actor_under_load_unless_dry(model: Path, dry_run: bool) -> None:
+    requests = [ask(f"r{i}", i, 60) for i in range(4)]
+    want = one_process(model, 1, requests)
+    eager = ExpertScaling(
+        min_actors=2,
+        max_actors=3,
+        high_busy_share=0.02,
+        low_busy_share=0.01,
+        up_delay_s=0.5,
+        up_cooldown_s=0.5,
+        spare_actors=0,
+    )
+    pilot = AutoscaleSettings(experts=eager, attention=None, period_s=0.25, dry_run=dry_run)
+    mesh = start(settings(model, expert_actors=2, rebalance=STILL, autoscale=pilot))
+    try:
+        stream = Stream(mesh, requests)
+        if dry_run:
+            stream.until(lambda: wanted_experts(mesh) == 3, 30)
+            assert mesh.controller.desired()["expert"] == 2
+        else:
+            stream.until(lambda: size(mesh) == (1, 3))
+        stream.check(want)
+    finally:
+        mesh.stop()
+
+
+def wanted_experts(mesh: Mesh) -> int:
+    pilot = mesh.upkeep.pilot
+    assert pilot is not None
+    return 0 if pilot.last is None else pilot.last.experts
+
+
 def test_plans_without_end_change_no_bit_of_decode_or_chunked_prefill(model: Path) -> None:
     long = [7 * i % 300 + 1 for i in range(400)]
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -122,5 +161,45 @@ def test_plans_without_end_change_no_bit_of_decode_or_chunked_prefill(model: Pat
         stream.check(want)
         assert mover.moves.failed == 0 and mesh.epoch.number == 0
         assert mesh.epoch.version > 10
+    finally:
+        mesh.stop()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_death_in_the_middle_of_a_plan_leaves_nothing_half_moved(
+    model: Path, victim: int
+) -> None:
+    """The plan is given up, the mesh recovers, and the next plan is carried out."""
+    requests = [ask(f"r{i}", i, 60) for i in range(3)]
+    want = one_process(model, 1, requests)
+    mesh = start(settings(model, expert_actors=3, rebalance=STILL))
+    try:
+        stream, mover = Stream(mesh, requests), mesh.upkeep.mover
+        draw = np.random.default_rng(victim)
+
+        def plan() -> None:
+            ranks, slots = mesh.controller.mesh.ranks, mesh.controller.mesh.slots
+            loads = draw.lognormal(0.0, 1.5, (len(ranks.placement.held), 7))
+            chosen = balance(loads, ranks.placement, slots=slots)
+            mover.carry_out(chosen, mesh.epoch.number, list(ranks.workers), slots)
+
+        def strike() -> None:
+            while mover.moves.copies < 3:
+                time.sleep(0.001)
+            os.kill(mesh.controller.mesh.ranks.workers[victim].member.pid, signal.SIGKILL)
+
+        threading.Thread(target=strike, daemon=True).start()
+        with pytest.raises(PlanAbandoned):
+            stream.until(lambda: plan() is not None)
+        stream.until(lambda: mesh.controller.counts.joins == 1 and size(mesh) == (1, 3))
+        copies = mover.moves.copies
+        stream.until(lambda: plan() is None and mover.moves.copies > copies)
+        stream.check(want)
+        for rank, worker in enumerate(mesh.controller.mesh.ranks.workers):
+            held = ray.get(worker.handle.held.remote(), timeout=10)
+            placed = mesh.epoch.placement.of_actor(rank)
+            assert {layer: set(ids) for layer, ids in held.items() if ids} == {
+                layer: set(ids) for layer, ids in placed.items() if ids
+            }
     finally:
         mesh.stop()
