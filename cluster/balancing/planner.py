@@ -6,11 +6,14 @@ Layers whose heaviest actor is above `limit` are repaired (repair.py) until it i
 stay as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh.cluster.balancing.homes import homes
 from expertmesh.cluster.balancing.intake import check_held, check_input, mended
 from expertmesh.cluster.balancing.plan import Plan
 from expertmesh.cluster.balancing.repair import copy_to_light, swap, trade
@@ -81,9 +84,9 @@ def balance(
     idle_L = ~mended_L & (table_LPS[:, :, 0] != FREE).all(1)  # nobody comes, goes or starts
     keep_L = idle_L & (floats_LE.max(1) == 0.0)
     steady_L = idle_L & (floats_LE.max(1) == floats_LE.min(1))
-    new_LPS, before_L, after_L = _improved(
-        table_LPS, _relative(floats_LE, len(staying)), ~keep_L, ~steady_L, settings
-    )
+    home_K = None if groups is None else homes(groups, old.held, table_LPS)
+    start = partial(Shares, load_LE=_relative(floats_LE, len(staying)), home_K=home_K)
+    new_LPS, before_L, after_L = _improved(start, table_LPS, ~keep_L, ~steady_L, settings)
     rows = changed_rows(layers, table_LPS, new_LPS)
     held = {
         layer: over_ranks(actors, staying, ranks)
@@ -101,14 +104,19 @@ def _relative(loads_LE: Floats, actors: int) -> Floats:
 
 
 def _improved(
-    table_LPS: Ints, load_LE: Floats, fill_L: Bools, repair_L: Bools, settings: BalanceSettings
+    start: Callable[..., Shares],
+    table_LPS: Ints,
+    fill_L: Bools,
+    repair_L: Bools,
+    settings: BalanceSettings,
 ) -> tuple[Ints, Floats, Floats]:
     """(table, imbalance of each layer before, after)."""
-    shares = Shares(table_LPS.copy(), load_LE, settings.slack)
+    shares = start(table_LPS.copy(), slack=settings.slack)
     _settle(shares, settings.first_sweeps)
     before_L = shares.load_LP.max(1)
     if settings.fill and (fill_L & (table_LPS == FREE).any((1, 2))).any():
-        shares = Shares(_filled(table_LPS, load_LE, fill_L), load_LE, settings.slack)
+        filled_LPS = _filled(table_LPS, shares.load_LE, fill_L)
+        shares = start(filled_LPS, slack=settings.slack)
         _settle(shares, settings.first_sweeps)
     best_LPS, after_L = shares.ids_LPS.copy(), shares.load_LP.max(1)
     least_L = shares.strain_LP.max(1)

@@ -31,6 +31,10 @@ GOLDEN = 0.6180339887498949
 """Its multiples, less their whole part, spread evenly."""
 
 
+HOME = 0.05
+"""Price, in mean loads of an actor, of taking an expert from where most of its group is."""
+
+
 class Pairs(NamedTuple):
     """Flat actors; a light one is in one pair only. nth_N: of the heavy one's pairs, from 0.
 
@@ -75,8 +79,8 @@ def trade(shares: Shares, goal: float, attempt: int = 0) -> int:
     gone_N, _, price_N = _slot_to_use(shares, pairs.heavy_N, given_N)
     slot_NS = _slots_of(shares, pairs.light_N)
     share_NS = np.where(_held_by(shares, slot_NS, pairs.heavy_N), np.inf, shares.share_F[slot_NS])
-    back_N = slot_NS[np.arange(len(slot_NS)), share_NS.argmin(1)]
-    back_share_N = share_NS.min(1)
+    n, best_N = np.arange(len(slot_NS)), (share_NS + HOME * shares.at_home(slot_NS)).argmin(1)
+    back_N, back_share_N = slot_NS[n, best_N], share_NS[n, best_N]
     passed_N = np.minimum(share_N, pairs.amount_N + back_share_N)
     n = np.flatnonzero(np.isfinite(price_N) & (passed_N > back_share_N + pairs.amount_N / 4))
     n = n[_safe_together(shares, gone_N[n])]
@@ -105,6 +109,8 @@ def swap(shares: Shares, goal: float, attempt: int = 0) -> int:
     share_F = shares.share_F
     passes_NQQ = share_F[ours_NQ][:, :, None] - share_F[theirs_NQ][:, None, :]
     error_NQQ = np.abs(passes_NQQ - amount_N[:, None, None])
+    error_NQQ += HOME * shares.at_home(ours_NQ)[:, :, None]
+    error_NQQ += HOME * shares.at_home(theirs_NQ)[:, None, :]
     error_NQQ[stuck_NQ[:, :, None] | theirs_stuck_NQ[:, None, :]] = np.inf
     error_NX = error_NQQ.reshape(len(heavy_N), ours_NQ.shape[1] * theirs_NQ.shape[1])
     best_N = error_NX.argmin(1) if len(heavy_N) else np.zeros(0, np.int64)
@@ -204,6 +210,7 @@ def _slot_to_use(
     share_NS = shares.share_F[slot_NS]
     price_F = np.full(len(shares.share_F), np.inf)
     price_F[shares.slot_C] = shares.share_F[shares.slot_C] + STRANDING * _strands_C(shares)
+    price_F[shares.slot_C] += HOME * shares.at_home(shares.slot_C)
     price_NS = price_F[slot_NS]
     price_NS[shares.ids_LPS.reshape(-1)[slot_NS] == FREE] = -1.0
     if but_N is not None:
