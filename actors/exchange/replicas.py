@@ -25,20 +25,20 @@ class ReplicaChoice:
 
         few: steps of at most so many rows are not balanced but keep each token on few actors.
         """
-        self._graph, self._few = replica_graph(holds_PE), few
-        self._dealer = Dealer(self._graph)
+        self.graph, self._few = replica_graph(holds_PE), few
+        self._dealer = Dealer(self.graph)
 
     def assign(self, ids_TK: NDArray[np.int64]) -> NDArray[np.int32]:
         """int32 [T, K]: the actor that serves each choice, always a holder of the expert.
 
         The most loaded actor gets as few choices as any split allows, unless the rows are few.
         """
-        graph = self._graph
+        graph = self.graph
         if not graph.holders:
             return graph.code_E[ids_TK]
         if len(ids_TK) <= self._few:
             return self._dealer.by_order(ids_TK)
-        code_TK = graph.code_E[ids_TK]
+        code_TK = graph.code_E.take(ids_TK)  # in C order, whatever the order of the ids
         counts = np.bincount(code_TK.reshape(-1), minlength=graph.actors + len(graph.holders))
         served, _ = split(graph, counts)
         return self._dealer.deal(code_TK, served)
@@ -48,7 +48,7 @@ class ReplicaChoice:
 
         The largest load is the least possible one in whole choices.
         """
-        graph = self._graph
+        graph = self.graph
         counts = np.zeros(graph.actors + len(graph.holders), np.int64)
         np.add.at(counts, graph.code_E, counts_E)
         served, load = split(graph, counts)

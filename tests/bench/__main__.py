@@ -4,7 +4,17 @@ import importlib
 import json
 import sys
 
-NAMES = ("two_tier", "http", "transformers", "peers", "profile", "transfers", "groups", "planner")
+NAMES = (
+    "two_tier",
+    "http",
+    "transformers",
+    "peers",
+    "profile",
+    "transfers",
+    "groups",
+    "planner",
+    "replicas",
+)
 
 
 def main(arguments: list[str]) -> int:
