@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh.actors.exchange.replicas import ReplicaChoice
+from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.cluster.balancing.planner import balance
 from expertmesh.cluster.groups import graph
 from expertmesh.cluster.groups.fan_out import fan_out, imbalance
-from expertmesh.cluster.groups.partition import GroupSettings, partition
+from expertmesh.cluster.groups.partition import GroupSettings, groups_from_routers, partition
 from expertmesh.cluster.groups.place import place_groups
 from expertmesh.cluster.groups.refine import even_loads
+from expertmesh.cluster.groups.routers import router_weights
 from expertmesh.cluster.groups.types import Groups, Ints, contiguous
 from tests.bench import machine, models, routed_text
 from tests.support.coactivated import Traffic, gini, hits
@@ -165,8 +167,10 @@ def _nano(options: argparse.Namespace) -> dict[str, Any]:
     layers, experts, trace = routed_text.routing(folder, text, options.nano_tokens)
     half = np.arange(len(trace)) // routed_text.PIECE % 2
     seen, later = trace[half == 0], trace[half == 1]
+    routers = router_weights(LoadSettings(model=folder).open())
     per_actors: dict[int, Any] = {}
     for actors in options.nano_actors:
+        prior = groups_from_routers(routers, actors).of
         rows = [_compare(seen[:, i], later[:, i], experts, actors) for i in range(len(layers))]
         per_actors[actors] = {
             name: {
@@ -175,6 +179,9 @@ def _nano(options: argparse.Namespace) -> dict[str, Any]:
             }
             for name in rows[0]["alone"]
         }
+        # Without any traffic, and so with loads as they come.
+        reached = [fan_out(later[:, i], prior[layer]) for i, layer in enumerate(layers)]
+        per_actors[actors]["router_prior"] = {"fan_out": round(float(np.mean(reached)), 3)}
     ginis = [gini(hits(trace[:, i], experts)) for i in range(len(layers))]
     pairs = [graph.together(trace[:, i], experts) for i in range(len(layers))]
     return {

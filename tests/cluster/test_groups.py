@@ -1,6 +1,7 @@
 """Grouping experts: exact counts, exact sizes, even loads, and fewer actors per token."""
 
 import itertools
+from pathlib import Path
 
 import networkx as nx
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.cluster.groups import graph
 from expertmesh.cluster.groups.fan_out import fan_out, imbalance
 from expertmesh.cluster.groups.partition import (
@@ -18,9 +20,11 @@ from expertmesh.cluster.groups.partition import (
     partition,
 )
 from expertmesh.cluster.groups.refine import _values, even_loads
+from expertmesh.cluster.groups.routers import router_weights
 from expertmesh.cluster.groups.types import contiguous, contiguous_groups
 from expertmesh.cluster.ledger.recording import Recording
 from expertmesh.cluster.placement import PlacementError
+from tests.support.checkpoints import write_checkpoint
 from tests.support.coactivated import Traffic, gini, hits
 
 TRAFFIC = Traffic(experts=128, top_k=8, topics=16, domains=4)
@@ -184,3 +188,11 @@ def test_routers_that_point_the_same_way_group_their_experts() -> None:
     group_E = groups_from_routers({2: rows.astype(np.float32)}, 4).of[2]
     families = {tuple(np.flatnonzero(family_E == f)) for f in range(4)}
     assert {tuple(np.flatnonzero(group_E == g)) for g in range(4)} == families
+
+
+def test_routers_are_read_from_a_checkpoint(tmp_path: Path) -> None:
+    opened = LoadSettings(model=write_checkpoint(tmp_path / "m", num_experts=7)).open()
+    weights = router_weights(opened)
+    assert tuple(weights) == opened.config.moe_layers
+    assert {w.shape for w in weights.values()} == {(7, opened.config.hidden_size)}
+    assert all(len(set(group_E)) == 3 for group_E in groups_from_routers(weights, 3).of.values())
