@@ -17,6 +17,7 @@ from expertmesh.cluster.settings import ClusterSettings
 
 # How long all attention ranks may take to use a new routing: a step, and two messages.
 FLIP_S = 3.0
+FREE_S = 3.0
 
 
 class Assembly:
@@ -111,16 +112,29 @@ class Assembly:
 
     def _free_unplaced(self) -> None:
         """Copies that the placement does not name any more."""
+        unplaced = {}
         for rank, worker in enumerate(self.ranks.workers):
             placed = self.ranks.placement.of_actor(rank)
             extra = {
-                layer: gone
+                layer: sorted(gone)
                 for layer, ids in worker.held.items()
-                if (gone := tuple(set(ids) - set(placed.get(layer, ()))))
+                if (gone := set(ids) - set(placed.get(layer, ())))
             }
-            worker.held = placed
             if extra:
-                worker.handle.drop.remote(extra, self.epoch.version)
+                unplaced[worker] = extra
+        self.free(unplaced)
+
+    def free(self, copies: Mapping[Worker, Mapping[int, Sequence[int]]]) -> None:
+        """Returns once the workers hold these copies no more: what is asked of them next, they
+        must find done. A worker that does not answer is the watch's affair."""
+        calls = []
+        for worker, gone in copies.items():
+            worker.held = {
+                layer: tuple(set(ids) - set(gone.get(layer, ())))
+                for layer, ids in worker.held.items()
+            }
+            calls.append(worker.handle.drop.remote(gone, self.epoch.version))
+        self._crew.wait(calls, FREE_S)
 
     def flip(self, placement: Placement) -> bool:
         """Routes by `placement` from the next step on. Every copy it names must be in place.

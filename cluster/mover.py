@@ -1,13 +1,10 @@
 """Carrying out a plan under traffic: copy, verify, flip the routing, forget; wave by wave."""
 
-import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from ray.exceptions import RayError
 
 from expertmesh.cluster.balancing.plan import Drop, Move, Plan
 from expertmesh.cluster.balancing.waves import Wave, schedule
@@ -69,15 +66,14 @@ class Mover:
         staged: list[Move] = []
         try:
             for batch in wave.rounds:
+                staged += batch  # also what a failing round has brought
                 self._copy(batch, workers)
-                staged += batch
             flipped = self._controller.flip(epoch, wave.placement)
         except CrewError as error:
             self._forget(_drops_of(staged), workers)
             raise PlanAbandoned(str(error)) from error
         if not flipped:
-            # Whoever made the next epoch frees what its placement does not name.
-            self._forget(_drops_of(staged), workers, unless_placed=True)
+            self._forget(_drops_of(staged), workers)
             raise PlanAbandoned(f"epoch {epoch} ended while copies were on their way")
         self.moves.copies += len(staged)
         self._forget(wave.drops, workers)
@@ -101,27 +97,23 @@ class Mover:
             self._crew.wait(calls, self._transfer_s)
             raise
 
-    def _forget(
-        self, drops: Iterable[Drop], workers: Sequence[Worker], unless_placed: bool = False
-    ) -> None:
-        controller = self._controller
+    def _forget(self, drops: Iterable[Drop], workers: Sequence[Worker]) -> None:
+        """Frees copies, unless the placement of this moment names them: it may have changed since,
+        and a recovery may rely on what a plan has just brought."""
+        mesh = self._controller.mesh
         by_actor: dict[int, dict[int, list[int]]] = {}
         for layer, expert, actor in drops:
             by_actor.setdefault(actor, {}).setdefault(layer, []).append(expert)
-        with controller.lock:
-            version, ranks = controller.mesh.epoch.version, controller.mesh.ranks
-            for actor, gone in by_actor.items():
+        with self._controller.lock:
+            unwanted: dict[Worker, dict[int, list[int]]] = {}
+            for actor, copies in by_actor.items():
                 worker = workers[actor]
-                if unless_placed and worker in ranks.workers:
-                    placed = ranks.placement.of_actor(ranks.rank_of(worker))
-                    gone = {
-                        layer: [e for e in ids if e not in placed[layer]]
-                        for layer, ids in gone.items()
+                if worker in mesh.ranks.workers:
+                    placed = mesh.ranks.placement.of_actor(mesh.ranks.rank_of(worker))
+                    unwanted[worker] = {
+                        i: sorted(set(ids) - set(placed[i])) for i, ids in copies.items()
                     }
-                for layer, ids in gone.items():
-                    worker.held = _without(worker.held, layer, ids)
-                with contextlib.suppress(RayError):
-                    worker.handle.drop.remote(gone, version)
+            mesh.free(unwanted)
 
 
 def _drops_of(moves: Iterable[Move]) -> list[Drop]:
@@ -130,9 +122,3 @@ def _drops_of(moves: Iterable[Move]) -> list[Drop]:
 
 def _with(held: dict[int, tuple[int, ...]], layer: int, expert: int) -> dict[int, tuple[int, ...]]:
     return {**held, layer: (*held.get(layer, ()), expert)}
-
-
-def _without(
-    held: dict[int, tuple[int, ...]], layer: int, ids: Iterable[int]
-) -> dict[int, tuple[int, ...]]:
-    return {**held, layer: tuple(set(held.get(layer, ())) - set(ids))}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from expertmesh.actors.attention.loop import EngineLoop
 from expertmesh.actors.model.loading import LoadSettings
@@ -49,6 +50,7 @@ def two_tier(
     import ray
 
     from expertmesh.cluster import launch
+    from expertmesh.cluster.directory import Directory
     from expertmesh.cluster.settings import ClusterSettings, WatchSettings
     from expertmesh.deploy.ray_client import RayEngineClient
 
@@ -62,8 +64,14 @@ def two_tier(
         name="bench",
     )
     mesh = launch.start(settings)
-    actors = dict(zip(settings.actor_names, mesh.attention, strict=False))
-    client = RayEngineClient({name: lambda a=actor: a for name, actor in actors.items()})  # type: ignore[misc]
+
+    async def directory(seen: int) -> Directory:
+        return await asyncio.to_thread(mesh.directory, seen, 5.0)
+
+    def find(name: str) -> Any:
+        return ray.get_actor(name, namespace=settings.namespace)
+
+    client = RayEngineClient(directory, find)
     client.start()
 
     def stop() -> None:

@@ -1,0 +1,77 @@
+"""Wishes of operators: numbers, changes, and what is refused with its field."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expertmesh.cluster import operators
+from expertmesh.cluster.balancing.planner import balance
+from expertmesh.cluster.directory import ScaleError
+from expertmesh.cluster.mover import Mover
+from tests.support.fake_mesh import FakeMesh
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMesh]:
+    made = FakeMesh(monkeypatch)
+    yield made
+    made.controller.stop()
+
+
+@pytest.mark.parametrize(("wish", "becomes"), [(5, 5), ("5", 5), ("+1", 4), ("-1", 2)])
+def test_numbers_and_changes(mesh: FakeMesh, wish: Any, becomes: int) -> None:
+    answer = operators.scale(mesh.controller, wish, None, False)
+    assert answer["experts"] == {"from": 3, "to": becomes} and answer["dry_run"] is False
+    assert answer["attention"] == {"from": 2, "to": 2}
+    assert mesh.controller.desired() == {"expert": becomes, "attention": 2}
+
+
+def test_a_dry_run_says_what_would_be(mesh: FakeMesh) -> None:
+    assert operators.scale(mesh.controller, "+2", "+1", True) == {
+        "dry_run": True,
+        "experts": {"from": 3, "to": 5},
+        "attention": {"from": 2, "to": 3},
+    }
+    assert mesh.controller.desired() == {"expert": 3, "attention": 2}
+
+
+@pytest.mark.parametrize(
+    ("experts", "attention", "field"),
+    [
+        (None, None, "experts"),
+        ("many", None, "experts"),
+        (True, None, "experts"),
+        (2.5, None, "experts"),
+        ("+-1", None, "experts"),
+        ("-3", None, "experts"),
+        (9, None, "experts"),
+        (None, "-2", "attention"),
+        (None, "²", "attention"),
+    ],
+)
+def test_what_is_no_size_is_refused(
+    mesh: FakeMesh, experts: Any, attention: Any, field: str
+) -> None:
+    with pytest.raises(ScaleError) as caught:
+        operators.scale(mesh.controller, experts, attention, False)
+    assert caught.value.field == field and field in str(caught.value)
+    assert mesh.controller.desired() == {"expert": 3, "attention": 2}
+
+
+def test_the_status_names_everybody(mesh: FakeMesh) -> None:
+    crew: Any = mesh.crew
+    status = operators.status(mesh.controller, Mover(mesh.controller, crew, 1.0))
+    assert status["state"] == "ready" and status["desired"] == {"attention": 2, "experts": 3}
+    assert [one["seat"] for one in status["experts"]] == ["expert-0", "expert-1", "expert-2"]
+    assert {one["pid"] for one in status["attention"]} == {1000, 1001}
+    assert status["slots_per_actor"] == 4 and status["seconds_since_rebalance"] is None
+
+
+def test_a_plan_in_numbers(mesh: FakeMesh) -> None:
+    loads = np.random.default_rng(1).lognormal(0.0, 2.0, (2, 8))
+    plan = balance(loads, mesh.mesh.ranks.placement, slots=4)
+    told = operators.rebalance(plan, True)
+    assert told["moves"] == len(plan.moves) and told["imbalance"]["before"] > 1.0
+    assert operators.rebalance(None, False)["imbalance"] is None
