@@ -10,7 +10,7 @@ from expertmesh.cluster.directory import ScaleError
 from expertmesh.cluster.events import Drained, EpochBroken
 from expertmesh.cluster.placement import Placement
 from expertmesh.cluster.settings import RecoverySettings
-from tests.support.fake_mesh import FakeMesh
+from tests.support.fake_workers import FakeMesh
 
 QUICK = RecoverySettings(grace_s=0.05)
 

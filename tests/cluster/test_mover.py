@@ -8,7 +8,7 @@ import pytest
 
 from expertmesh.cluster.balancing.planner import balance
 from expertmesh.cluster.mover import Mover, PlanAbandoned
-from tests.support.fake_mesh import FakeMesh
+from tests.support.fake_workers import FakeMesh
 
 
 @pytest.fixture

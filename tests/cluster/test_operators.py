@@ -10,7 +10,7 @@ from expertmesh.cluster import operators
 from expertmesh.cluster.balancing.planner import balance
 from expertmesh.cluster.directory import ScaleError
 from expertmesh.cluster.mover import Mover
-from tests.support.fake_mesh import FakeMesh
+from tests.support.fake_workers import FakeMesh
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from expertmesh.actors.experts.actor import ExpertStats
 from expertmesh.cluster.autoscaling.settings import AutoscaleSettings
 from expertmesh.cluster.pilot import Pilot
 from expertmesh.cluster.traffic import Answers
-from tests.support.fake_mesh import FakeMesh
+from tests.support.fake_workers import FakeMesh
 
 
 @pytest.fixture
