@@ -11,13 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from expertmesh.actors.attention.messages import EngineStats
+from expertmesh.cluster.autoscaling.pace import Pace
 from expertmesh.cluster.autoscaling.policy import Autoscaler
 from expertmesh.cluster.autoscaling.settings import (
     AttentionScaling,
     AutoscaleSettings,
     ExpertScaling,
+    PaceSettings,
 )
-from expertmesh.cluster.autoscaling.signals import AttentionSignals, ExpertSignals, PoolSignals
+from expertmesh.cluster.autoscaling.signals import (
+    AttentionSignals,
+    ExpertSignals,
+    PoolSignals,
+    Want,
+    occupancy,
+)
 from expertmesh.cluster.autoscaling.wants import want_attention, want_experts
 
 IDLE_EXPERTS = ExpertSignals(busy_share=0.0, imbalance=1.0, wait_share=0.0, experts=896, slots=448)
@@ -194,6 +203,46 @@ def test_no_expert_tier_leaves_nothing_to_scale_there() -> None:
     for second in range(300):
         decision = scaler.decide(PoolSignals(0, 1, None, IDLE_ATTENTION), float(second))
         assert (decision.experts, decision.attention) == (0, 1)
+
+
+def test_a_pool_without_settings_is_left_alone() -> None:
+    scaler = Autoscaler(AutoscaleSettings(experts=None, attention=None))
+    busy = replace(IDLE_EXPERTS, busy_share=1.0)
+    for second in range(300):
+        signals = PoolSignals(1, 0, busy, None)
+        assert not scaler.decide(signals, float(second)).changes(signals)
+
+
+def test_a_shrinking_that_had_to_be_taken_back_makes_the_next_one_wait_longer() -> None:
+    """A load that fits fewer members only while it is away: growth, quiet, growth, quiet."""
+    pace = Pace(PaceSettings(up_delay_s=0, down_delay_s=10, up_cooldown_s=0, down_cooldown_s=0))
+    waits, now, count = [], 0.0, 3
+    for _ in range(6):
+        began = now
+        while pace.follow(count, Want(count - 1, "idle"), now).count == count:
+            now += 1.0
+        waits.append(now - began)
+        now += 1.0
+        assert pace.follow(count - 1, Want(count, "busy"), now).count == count
+    assert waits == [10.0, 20.0, 40.0, 80.0, 80.0, 80.0]
+    # A growth long after the last shrinking was not its fault.
+    while pace.follow(count, Want(count - 1, "idle"), now).count == count:
+        now += 1.0
+    now += 1000.0
+    assert pace.follow(count - 1, Want(count, "busy"), now).count == count
+    assert pace.patience == 1.0
+
+
+@pytest.mark.parametrize(
+    ("engine", "share"),
+    [
+        (EngineStats(pages_total=10, pages_free=4, slots_total=4, slots_free=3), 0.6),
+        (EngineStats(pages_total=10, pages_free=9, slots_total=4, slots_free=1), 0.75),
+        (EngineStats(), 0.0),
+    ],
+)
+def test_occupancy_is_of_what_is_fuller(engine: EngineStats, share: float) -> None:
+    assert occupancy(engine) == pytest.approx(share)
 
 
 @given(

@@ -1,0 +1,64 @@
+"""Serve's own autoscaler, with this project's policy, sets the number of attention replicas."""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from expertmesh.cluster.autoscaling.settings import AttentionScaling
+from expertmesh.deploy.serve_scaling import LOOK_BACK_S, seats_application
+from tests.support.fake_mesh import FakeKeeper, FakeReplica
+from tests.support.server_process import wait_for
+
+MOST = 3
+SCALING = AttentionScaling(
+    max_replicas=MOST, up_delay_s=1, down_delay_s=3, up_cooldown_s=1, down_cooldown_s=1
+)
+# Serve averages over ten seconds, and this machine may be busy.
+FOLLOW_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[Any]:
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # How often seats report to Serve's controller; by default every 10 s.
+    os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.5"
+    ray.init(address="local", num_cpus=4, object_store_memory=128 << 20, include_dashboard=False,
+             namespace="seats", log_to_driver=False)  # fmt: skip
+    try:
+        actor = ray.remote(FakeKeeper).options(name="seats-mesh", num_cpus=0, max_concurrency=8)
+        mesh = actor.remote(1)
+        fakes = [
+            ray.remote(FakeReplica).options(name=f"fake-{i}", num_cpus=0).remote(mesh)
+            for i in range(MOST)
+        ]
+        serve.start(proxy_location="Disabled")
+        app = seats_application("seats-mesh", "seats", 1, SCALING)
+        serve.run(app, name="seats", route_prefix=None)
+        yield mesh
+        del fakes
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        del os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"]
+
+
+@pytest.mark.timeout(700)
+def test_replicas_follow_their_memory_and_silence_keeps_them(keeper: Any) -> None:
+    def desired() -> int:
+        return int(ray.get(keeper.state.remote())[0])
+
+    assert desired() == 1
+    ray.get(keeper.set.remote(1.9))
+    wait_for(lambda: desired() == MOST, FOLLOW_S)
+    # Nothing to do, but nobody says so.
+    ray.get(keeper.set.remote(0.0, silent=True))
+    time.sleep(LOOK_BACK_S + 2 * SCALING.down_delay_s)
+    assert desired() == MOST
+    ray.get(keeper.set.remote(0.0))
+    wait_for(lambda: desired() == 1, FOLLOW_S)
+    assert ray.get(keeper.state.remote())[1][-2:] == [2, 1]
