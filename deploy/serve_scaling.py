@@ -6,7 +6,8 @@ published, and starts or stops seats; the first seat tells the mesh how many the
 own bounds, delays, dashboards and target capacity hold for attention replicas too.
 
 The number is told again and again, never as a change: a seat that dies without a word, or a mesh
-that is replaced, leaves nothing to clean up.
+that is replaced, leaves nothing to clean up. What an operator asks of the mesh directly is taken
+back by it, as Serve's bounds are the operator's place to say so here.
 """
 
 import asyncio
@@ -116,9 +117,12 @@ class Wish:
 class AttentionSeat:
     """One Serve replica per attention replica."""
 
-    async def __init__(self, mesh: str, namespace: str) -> None:  # type: ignore[misc]
-        """mesh: name of the keeper's Ray actor."""
+    async def __init__(  # type: ignore[misc]
+        self, mesh: str, namespace: str, dry_run: bool = False
+    ) -> None:
+        """mesh: name of the keeper's Ray actor. dry_run: the mesh is told nothing."""
         self._namespace, self._mesh = namespace, MeshClient(mesh, namespace)
+        self._dry_run = dry_run
         self._wish = Wish(cast(MeshControl, self._mesh))
         self._task = asyncio.create_task(self._keep_telling())
 
@@ -147,7 +151,7 @@ class AttentionSeat:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                if _rank() == 0:
+                if _rank() == 0 and not self._dry_run:
                     await self._wish.tell(await asyncio.to_thread(_seats), time.monotonic())
             except (EngineUnavailable, RayError) as error:
                 _log.warning("attention seats: %s", error)
@@ -178,7 +182,7 @@ def seats_application(
         health_check_period_s=5,
         graceful_shutdown_timeout_s=5,
     )
-    return cast(Application, deployment.bind(mesh, namespace))
+    return cast(Application, deployment.bind(mesh, namespace, dry_run))
 
 
 async def _bytes(reference: Any) -> bytes:
