@@ -2,8 +2,9 @@
 
 A transport problem in integers: what an expert with one copy brings stays where it is; what a set
 (see replica_graph) brings is divided among its holders. A forest with one cycle per tree is solved
-in closed form by sweeps from the leaves; sets outside it start from an even division, and shortest
-augmenting paths then make the whole optimal. Only Python integers: equal inputs, equal answer.
+exactly by sweeps from the leaves. Sets of two outside it are first divided by the currents of the
+graph and larger ones evenly; shortest augmenting paths then make the whole optimal. All numbers
+are integers: equal inputs, equal answer on any machine.
 """
 
 import numpy as np

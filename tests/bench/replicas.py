@@ -94,7 +94,6 @@ def _step(holds_PE: Holds, ids_TK: NDArray[np.int64], repeats: int) -> dict[str,
         choice.graph.code_E, counts_E, len(holds_PE) + len(choice.graph.holders)
     ).astype(np.int64)
     return {
-        # Times first: the solver of the linear program leaves busy threads behind.
         "split_us": _microseconds(lambda: split(choice.graph, counts), repeats),
         "assign_us": _microseconds(lambda: choice.assign(ids_TK), repeats),
         "even": float((holds_PE @ (counts_E / holds_PE.sum(0))).max() / mean),

@@ -48,6 +48,12 @@ def test_each_actor_gets_the_hottest_expert_of_another() -> None:
     assert {actor for actor, _ in spares} == set(range(8))
 
 
+def test_light_actors_take_from_heavy_ones() -> None:
+    load_E = np.repeat([8.0, 7.0, 2.0, 1.0], 4)  # actors 0 and 1 are heavy, 2 and 3 light
+    spares = place_spares(contiguous(4, 16), load_E, np.array([0, 0, 1, 1]))
+    assert [expert // 4 for _, expert in sorted(spares)] in ([0, 1], [1, 0])
+
+
 def test_very_hot_experts_get_more_copies() -> None:
     load_E = 1.0 / np.arange(1, 897)
     after_PE = with_spares(contiguous(64, 896), load_E, np.full(64, 2))
