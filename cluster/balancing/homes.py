@@ -9,7 +9,7 @@ from expertmesh.cluster.groups.types import Groups
 
 
 def homes(groups: Groups, layers: Iterable[int], ids_LPS: Ints) -> Ints:
-    """[L * E]: the flat actor (layer index * P + actor) that holds most of the expert's group.
+    """[L, E]: the actor that holds most of the expert's group.
 
     The first of several that hold as many.
     """
@@ -20,6 +20,4 @@ def homes(groups: Groups, layers: Iterable[int], ids_LPS: Ints) -> Ints:
     cell_LPS += np.arange(actors)[None, :, None]
     members = np.bincount(cell_LPS[ids_LPS != FREE], minlength=rows * groups.count * actors)
     home_LG = members.reshape(rows, groups.count, actors).argmax(2)
-    home_LE = np.take_along_axis(home_LG, group_LE, axis=1) + (np.arange(rows) * actors)[:, None]
-    home_K: Ints = home_LE.reshape(-1)
-    return home_K
+    return np.take_along_axis(home_LG, group_LE, axis=1)

@@ -84,8 +84,8 @@ def balance(
     idle_L = ~mended_L & (table_LPS[:, :, 0] != FREE).all(1)  # nobody comes, goes or starts
     keep_L = idle_L & (floats_LE.max(1) == 0.0)
     steady_L = idle_L & (floats_LE.max(1) == floats_LE.min(1))
-    home_K = None if groups is None else homes(groups, old.held, table_LPS)
-    start = partial(Shares, load_LE=_relative(floats_LE, len(staying)), home_K=home_K)
+    home_LE = None if groups is None else homes(groups, old.held, table_LPS)
+    start = partial(Shares, load_LE=_relative(floats_LE, len(staying)), home_LE=home_LE)
     new_LPS, before_L, after_L = _improved(start, table_LPS, ~keep_L, ~steady_L, settings)
     rows = changed_rows(layers, table_LPS, new_LPS)
     held = {

@@ -28,18 +28,18 @@ class Shares:
 
     ids_LPS: the table. load_LE: load of each expert. slack: load that every copy keeps, if its
     even share is as much, so that some can flow away when a step differs from the forecast.
-    home_K: flat actor where the expert had rather stay; unset: anywhere.
+    home_LE: actor where the expert had rather stay; unset: anywhere.
     share_F: of its expert's load in each flat slot. load_A: of each flat actor, the sum of these.
     """
 
     def __init__(
-        self, ids_LPS: Ints, load_LE: Floats, slack: float, home_K: Ints | None = None
+        self, ids_LPS: Ints, load_LE: Floats, slack: float, home_LE: Ints | None = None
     ) -> None:
         """Splits evenly. `open` comes next."""
         layers, actors, slots = ids_LPS.shape
         experts = load_LE.shape[1]
         self.ids_LPS, self.load_LE, self.slack = ids_LPS, load_LE, slack
-        self._home_K = home_K
+        self._home_LE = home_LE
         self.key_LPS = ids_LPS + (np.arange(layers) * experts)[:, None, None]
         key_F = self.key_LPS.reshape(-1)
         held_F = ids_LPS.reshape(-1) != FREE
@@ -117,10 +117,11 @@ class Shares:
 
     def at_home(self, slot_N: Ints) -> Floats:
         """1 where the expert in the flat slot is where it had rather stay, else 0."""
-        if self._home_K is None:
+        if self._home_LE is None:
             return np.zeros(slot_N.shape)
-        home_N = self._home_K[self.key_LPS.reshape(-1)[slot_N]]
-        at_home_N: Floats = (home_N == slot_N // self.ids_LPS.shape[2]).astype(np.float64)
+        _, actors, slots = self.ids_LPS.shape
+        home_N = self._home_LE.reshape(-1)[self.key_LPS.reshape(-1)[slot_N]]
+        at_home_N: Floats = (home_N == slot_N // slots % actors).astype(np.float64)
         return at_home_N
 
     def level(self, sweeps: int) -> None:

@@ -28,18 +28,16 @@ def to_table(layers: Iterable[Rows], actors: int, slots: int) -> Ints:
 
 def changed_rows(layers: list[Rows], table_LPS: Ints, new_LPS: Ints) -> list[Rows]:
     """The layers of `table_LPS` with the actors changed that differ in the new one."""
-    changed_LP = (table_LPS != new_LPS).any(2)
-    new_NS = new_LPS[changed_LP]
-    new = iter(new_NS.tolist())
+    actors = table_LPS.shape[1]
+    changed_A = (table_LPS != new_LPS).any(2).reshape(-1)
+    new_NS = new_LPS.reshape(len(changed_A), -1)[changed_A]
+    new = new_NS.tolist()
     if (new_NS == FREE).any():
-        new = iter([[expert for expert in ids if expert != FREE] for ids in new])
-    rows = list(layers)
-    for index in np.flatnonzero(changed_LP.any(1)).tolist():
-        actors = list(layers[index])
-        for actor in np.flatnonzero(changed_LP[index]).tolist():
-            actors[actor] = tuple(next(new))
-        rows[index] = tuple(actors)
-    return rows
+        new = [[expert for expert in ids if expert != FREE] for ids in new]
+    rows = [ids for layer in layers for ids in layer]
+    for at, ids in zip(np.flatnonzero(changed_A).tolist(), new, strict=True):
+        rows[at] = tuple(ids)
+    return [tuple(rows[begin : begin + actors]) for begin in range(0, len(rows), actors)]
 
 
 def over_ranks(rows: Rows, staying: list[int], ranks: int) -> Rows:
