@@ -17,6 +17,7 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.model import Model
+from expertmesh.actors.process import Health
 from tests.support.checkpoints import write_checkpoint
 
 LIMIT_S = 0.3
@@ -39,13 +40,14 @@ def serve(folder: Path, scenario: Callable[[AttentionActor], Awaitable[None]]) -
         load = LoadSettings(model=folder, device="cpu", expert_cache_bytes=1 << 22)
         engine = EngineSettings(pages=64, slots=4)
         actor = AttentionActor(load, engine, ExchangeSettings(), step_limit_s=LIMIT_S)
-        assert await actor.health() == (False, "loading")
+        assert await actor.health() == Health(False, "loading")
         (early,) = await actor.submit("door", msgspec.msgpack.encode([request("early")]))
         assert early is not None and early[0] == "failed"
         read = await actor.load(with_experts=True)
         progress = await actor.progress()
         assert progress.done == progress.total == read > 0
-        await actor.join(None, 0)
+        await actor.prepare(None, 0)
+        await actor.switch(0)
         try:
             await asyncio.wait_for(scenario(actor), 60)
         finally:
@@ -77,7 +79,7 @@ def test_each_ingress_gets_its_own_requests(folder: Path) -> None:
         ends = await until_end(actor.stream("a"), "a1", "a2")
         assert set(ends) == {"a1", "a2"}
         assert set(await until_end(actor.stream("b"), "b1")) == {"b1"}
-        assert await actor.health() == (True, "")
+        assert await actor.health() == Health(True)
         stats = msgspec.msgpack.decode(await actor.stats(), type=ReplicaStats)
         assert stats.engine.generation_tokens == 15
 
@@ -118,7 +120,7 @@ def test_an_ingress_that_goes_silent_loses_its_requests(
         # It was only frozen. The end of its stream tells it so, and with a new one it is served.
         async with asyncio.timeout(10):
             assert [message async for message in frozen] == []
-            assert await actor.health("gone") == (True, "")
+            assert await actor.health("gone") == Health(True)
             assert await submit(actor, "gone", request("again")) == [None]
             assert set(await until_end(actor.stream("gone"), "again")) == {"again"}
 
@@ -162,10 +164,10 @@ def test_health_says_loading_until_the_weights_are_read(
         actor = AttentionActor(load, EngineSettings(pages=64, slots=4), ExchangeSettings())
         loading = asyncio.ensure_future(actor.load())
         assert await asyncio.to_thread(opened.wait, 20)
-        assert await actor.health() == (False, "loading")
+        assert await actor.health() == Health(False, "loading")
         go_on.set()
         await loading
-        assert await actor.health() == (False, "in no epoch yet")
+        assert await actor.health() == Health(False, "in no epoch yet")
 
     asyncio.run(run())
 
@@ -183,11 +185,12 @@ def test_health_sees_a_stuck_engine_behind_a_live_event_loop(folder: Path) -> No
         loop.engine.step = stuck  # type: ignore[method-assign]
         await submit(actor, "a", request("x"))
         await asyncio.sleep(LIMIT_S + 0.3)
-        healthy, reason = await actor.health()
-        assert not healthy and "running for" in reason
+        health = await actor.health()
+        assert not health.serving and "running for" in health.reason
+        assert not health.lost  # its requests are still there
         release.set()
         await until_end(actor.stream("a"), "x")
-        assert await actor.health() == (True, "")
+        assert await actor.health() == Health(True)
 
     serve(folder, scenario)
 
@@ -202,11 +205,17 @@ def test_a_failed_step_ends_requests_and_health(folder: Path) -> None:
         actor._model.forward = broken  # type: ignore[method-assign,assignment]
         await submit(actor, "a", request("x"))
         end = (await until_end(actor.stream("a"), "x"))["x"]
-        assert end.finish_reason == "error" and "no more" in (end.error or "")
-        healthy, reason = await actor.health()
-        assert not healthy and "no more" in reason
+        assert end.finish_reason == "error" and "no more" in (end.error or "") and end.lost
+        health = await actor.health()
+        assert not health.serving and health.lost and "no more" in health.reason
         (answer,) = await submit(actor, "a", request("y"))
         assert answer is not None and answer[0] == "failed"  # type: ignore[index]
+        # The next epoch brings a new engine over the same weights.
+        del actor._model.forward
+        await actor.switch(1)
+        assert await actor.health() == Health(True)
+        assert await submit(actor, "a", request("z")) == [None]
+        assert (await until_end(actor.stream("a"), "z"))["z"].finish_reason == "length"
 
     serve(folder, scenario)
 
