@@ -69,8 +69,11 @@ class Groups:
         self.verdict: str | None = None
         limit = self.join_deadline = timedelta(seconds=settings.join_deadline_s)
         where = Where(rank, -1, "join", -1)
+        name = roster.name(rank)
+        store: RendezvousStore | None = None
         try:
-            self.store = store = RendezvousStore(roster.store, roster.epoch, limit.total_seconds())
+            store = RendezvousStore(roster.store, roster.epoch, name, limit.total_seconds())
+            self.store = store
             self.control: Any = _gloo(store, roster, rank, host, limit)
             self.dispatch: Any = self.control
             self.combine: Any = self.control
@@ -81,7 +84,9 @@ class Groups:
                 self.dispatch = _nccl(PrefixStore("dispatch", tcp), roster, rank, limit)
                 self.combine = _nccl(PrefixStore("combine", tcp), roster, rank, limit)
         except RuntimeError as error:
-            raise where.error(f"{roster.name(rank)} could not join: {_reason(error)}") from error
+            if store is not None:
+                store.close()
+            raise where.error(f"{name} could not join: {_reason(error)}") from error
 
     @property
     def closed(self) -> bool:
@@ -89,7 +94,7 @@ class Groups:
 
     def met(self) -> None:
         """All that ranks have to tell each other before the first step has been told."""
-        self.store.close()
+        self.store.close(met=True)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         return self.control.send([tensor], peer, tag)
@@ -130,6 +135,7 @@ class Groups:
                 return
             self._closed = True
             ends, self.on_close = self.on_close, []  # they refer to this object: a closed one goes
+        self.store.close()
         for end in ends:
             end()
         # gloo has no abort that reaches a waiting thread, but a receive that times out closes

@@ -11,7 +11,6 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -21,8 +20,26 @@ MOST_BYTES = 1 << 20
 # What a reply may take on top of what the request itself waits for.
 GRACE_S = 5.0
 
+
+class _Ask(msgspec.Struct, array_like=True, frozen=True):
+    """verb: get | set | offer | met. who: the rank that asks, for errors."""
+
+    epoch: int
+    who: str
+    verb: str
+    keys: list[str] = []
+    value: bytes = b""
+    limit_s: float = 0.0
+
+
+class _Answer(msgspec.Struct, array_like=True, frozen=True):
+    value: bytes = b""
+    failure: str | None = None
+
+
 _encode = msgspec.msgpack.encode
-_decode = msgspec.msgpack.Decoder(tuple[str, list[str], bytes, float]).decode
+_read_ask = msgspec.msgpack.Decoder(_Ask).decode
+_read_answer = msgspec.msgpack.Decoder(_Answer).decode
 
 
 class Rendezvous:
@@ -38,32 +55,40 @@ class Rendezvous:
 
 
 class _Board:
-    """Keys with their values, and whoever waits for one."""
+    """Keys with their values, whoever waits for one, and who has gone too early. By epoch."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._values: dict[str, bytes] = {}
+        self._values: dict[tuple[int, str], bytes] = {}
+        self._gone: dict[int, str] = {}
 
-    def answer(self, verb: str, keys: list[str], value: bytes, limit_s: float) -> bytes | None:
-        """None: not all keys came within the limit."""
+    def answer(self, ask: _Ask) -> _Answer:
         with self._changed:
-            if verb == "set":
-                self._values[keys[0]] = value
-            elif verb == "offer":  # the first one wins
-                value = self._values.setdefault(keys[0], value)
-            elif not self._await(keys, limit_s):
-                return None
-            else:
-                value = self._values[keys[0]]
+            if ask.verb == "get":
+                return self._await(ask)
+            key = ask.epoch, ask.keys[0]
+            if ask.verb == "set":
+                self._values[key] = ask.value
+            found = self._values.setdefault(key, ask.value)  # of several offers the first one wins
             self._changed.notify_all()
-            return value
+            return _Answer(found)
 
-    def _await(self, keys: list[str], limit_s: float) -> bool:
-        end = time.monotonic() + limit_s
-        while not all(key in self._values for key in keys):
-            if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
-                return False
-        return True
+    def gone(self, epoch: int, who: str) -> None:
+        """Whoever waits in that epoch, or asks later, need not wait for its deadline."""
+        with self._changed:
+            self._gone.setdefault(epoch, who)
+            self._changed.notify_all()
+
+    def _await(self, ask: _Ask) -> _Answer:
+        end = time.monotonic() + ask.limit_s
+        while missing := [key for key in ask.keys if (ask.epoch, key) not in self._values]:
+            if ask.epoch in self._gone:
+                return _Answer(failure=f"{self._gone[ask.epoch]} has gone before all had met")
+            left = end - time.monotonic()
+            if left <= 0:
+                return _Answer(failure=f"Timed out: nobody has set {missing}")
+            self._changed.wait(left)
+        return _Answer(self._values[ask.epoch, ask.keys[0]])
 
 
 def _close(listener: socket.socket) -> None:
@@ -82,21 +107,27 @@ def _accept(listener: socket.socket, board: _Board) -> None:
 
 
 def _serve(connection: socket.socket, board: _Board) -> None:
+    asked: _Ask | None = None
     # A peer that goes, or one that speaks something else, ends its own connection only.
     with connection, suppress(OSError, EOFError, msgspec.DecodeError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
-            found = board.answer(*_decode(_receive(connection)))
-            _send(connection, _encode(found))
+            asked = _read_ask(_receive(connection))
+            if asked.verb == "met":
+                return
+            _send(connection, _encode(board.answer(asked)))
+    if asked is not None:
+        board.gone(asked.epoch, asked.who)
 
 
 class RendezvousStore(Store):
     """One rank's view of it, as torch's process groups want it. RuntimeError for all failures."""
 
-    def __init__(self, address: tuple[str, int], epoch: int, limit_s: float) -> None:
+    def __init__(self, address: tuple[str, int], epoch: int, who: str, limit_s: float) -> None:
         """Ranks of other epochs at the same address do not see the keys of this one."""
         super().__init__()
-        self._epoch, self._limit_s, self._lock = epoch, limit_s, threading.Lock()
+        self._epoch, self._who, self._limit_s = epoch, who, limit_s
+        self._lock = threading.Lock()
         try:
             self._connection = socket.create_connection(address, limit_s)
         except OSError as error:
@@ -119,8 +150,13 @@ class RendezvousStore(Store):
     def has_extended_api(self) -> bool:
         return False
 
-    def close(self) -> None:
-        """Once the ranks have met nobody asks any more."""
+    def close(self, met: bool = False) -> None:
+        """met: this rank has met all others and asks no more. Else the others learn at once that
+        it gives up."""
+        with suppress(OSError):
+            if met:
+                _send(self._connection, _encode(_Ask(self._epoch, self._who, "met")))
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _ask(
@@ -128,19 +164,19 @@ class RendezvousStore(Store):
     ) -> bytes:
         limit_s = self._limit_s if limit_s is None else limit_s
         data = value.encode() if isinstance(value, str) else bytes(value)
-        full = [f"{self._epoch}/{key}" for key in keys]
+        ask = _Ask(self._epoch, self._who, verb, keys, data, limit_s)
         try:
             with self._lock:
                 self._connection.settimeout(limit_s + GRACE_S)
-                _send(self._connection, _encode((verb, full, data, limit_s)))
-                found: Any = msgspec.msgpack.decode(_receive(self._connection))
+                _send(self._connection, _encode(ask))
+                answer = _read_answer(_receive(self._connection))
         except TimeoutError as error:
             raise RuntimeError(f"Timed out: the store does not answer for {keys}") from error
         except (OSError, EOFError) as error:
             raise RuntimeError("the store's connection was closed by peer") from error
-        if found is None:
-            raise RuntimeError(f"Timed out: nobody has set {keys}")
-        return bytes(found)
+        if answer.failure is not None:
+            raise RuntimeError(answer.failure)
+        return answer.value
 
 
 def _send(connection: socket.socket, message: bytes) -> None:

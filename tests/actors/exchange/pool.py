@@ -186,10 +186,12 @@ class Steward:
             self.errors.append(error)
 
 
-def company(pool: Pool, works: Mapping[int, Callable[[], Any]]) -> list[Any]:
+def company(
+    pool: Pool, works: Mapping[int, Callable[[], Any]], beside: Callable[[], Any] | None = None
+) -> list[Any]:
     """Every replica does its work, if it has some, and joins the steps of others until all have
-    done theirs: as engine loops do."""
-    left, stopped, lock = set(works), threading.Event(), threading.Lock()
+    done theirs, and `beside` is done too: as engine loops do."""
+    left, stopped, lock = {*works, -1}, threading.Event(), threading.Lock()
 
     def done(index: int) -> None:
         with lock:
@@ -213,4 +215,12 @@ def company(pool: Pool, works: Mapping[int, Callable[[], Any]]) -> list[Any]:
                 replica.join_step()
         return result
 
-    return in_threads([partial(engine, index) for index in range(len(pool.replicas))])
+    def conduct() -> None:
+        try:
+            if beside is not None:
+                beside()
+        finally:
+            done(-1)
+
+    engines = [partial(engine, index) for index in range(len(pool.replicas))]
+    return in_threads([*engines, conduct])[:-1]

@@ -22,7 +22,7 @@ LAYOUTS = ["direct", "exact", "padded"]
 
 
 def shape_of(layout: str = "direct", max_rows: int = 8, **more: int) -> Shape:
-    settings = ExchangeSettings(layout=layout, deadline_s=3.0, max_rows=max_rows)
+    settings = ExchangeSettings(layout=layout, deadline_s=20.0, max_rows=max_rows)
     return Shape(layers=LAYERS, settings=settings, **more)
 
 

@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 from expertmesh.actors.exchange.base import ExchangeError
 from expertmesh.actors.exchange.mesh import MeshExchange
 from expertmesh.actors.exchange.process_group import open_store
+from expertmesh.actors.exchange.rendezvous import RendezvousStore
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.exchange.wire import Frame
 from tests.actors.exchange.toy import HOST, Shape, ThreadMesh, ToyBank, in_threads
@@ -238,3 +241,48 @@ def test_a_rank_that_never_comes_is_an_error() -> None:
     with pytest.raises(ExchangeError, match="could not join"):
         shape.attention_rank(shape.roster(address), 0)
     assert time.monotonic() - began < 4.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_disagree_on_the_messages_do_not_meet(layout: str) -> None:
+    """Nobody waits for the deadline; who agrees with its peers may learn of it later."""
+    one, other = shape_of(layout), Shape(width=16, settings=shape_of(layout).settings)
+    _store, address = open_store(HOST)
+    roster = one.roster(address)
+    makers = [
+        partial(one.attention_rank, roster, 0),
+        partial(one.expert_rank, roster, 0),
+        partial(other.expert_rank, roster, 1),
+    ]
+    began, errors = time.monotonic(), in_threads([partial(error_of, make) for make in makers])
+    assert time.monotonic() - began < 5
+    assert "the ranks disagree on the messages" in str(errors)
+
+
+def error_of(make: Callable[[], object]) -> BaseException | None:
+    try:
+        make()
+    except ExchangeError as error:
+        return error
+    return None
+
+
+def test_a_rank_that_goes_while_an_epoch_forms_is_named_at_once() -> None:
+    shape = Shape(attention=2)
+    store, address = open_store(HOST)
+    roster = shape.roster(address)
+    rank = RendezvousStore(address, roster.epoch, "expert 1", 60.0)
+    rank.set("hello", "here")
+    work = [partial(error_of, partial(shape.attention_rank, roster, r)) for r in range(2)]
+    timer = threading.Timer(0.2, rank.close)
+    timer.start()
+    began, errors = time.monotonic(), in_threads(work)
+    assert time.monotonic() - began < 5
+    assert all("expert 1 has gone before all had met" in str(error) for error in errors)
+    with pytest.raises(ExchangeError, match="expert 1 has gone"):
+        shape.attention_rank(roster, 1)
+    with pytest.raises(RuntimeError, match="Timed out: nobody has set"):  # other epochs go on
+        RendezvousStore(address, roster.epoch + 1, "expert 0", 0.1).get("hello")
+    store.close()
+    with pytest.raises(RuntimeError, match="does not answer"):
+        RendezvousStore(address, 9, "expert 0", 1.0)

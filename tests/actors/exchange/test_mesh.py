@@ -36,20 +36,6 @@ def expected(mesh: ThreadMesh, shape: Shape, batch: Rows) -> Tensor:
     return torch.stack([oracle.combine(oracle.dispatch(la, *batch)) for la in shape.layers])
 
 
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody wrote is NaN: every byte 0xFF."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        made = empty(*args, **kwargs)
-        if made.dtype == torch.uint8:
-            return made.fill_(255)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("experts", "num_experts"), [(1, 7), (2, 7), (3, 12), (5, 7)])
 def test_equals_one_process(poison: None, layout: str, experts: int, num_experts: int) -> None:

@@ -32,8 +32,14 @@ class ToyBank:
             self._holds[layer, list(experts)] = True
         self.seen: list[tuple[int, int]] = []
 
-    def hold(self, layer: int, expert: int, held: bool = True) -> None:
-        self._holds[layer, expert] = held
+    def hold(self, layer: int, experts: Iterable[int]) -> None:
+        """Besides those it has."""
+        self._holds[layer, list(experts)] = True
+
+    def keep(self, layer: int, experts: Iterable[int]) -> None:
+        """No others."""
+        dropped = set(range(self._holds.shape[1])) - set(experts)
+        self._holds[layer, list(dropped)] = False
 
     def local_ids(self, layer: int, ids_TK: Tensor) -> Tensor:
         held_TK = self._holds[layer, ids_TK.clamp(min=0)] & (ids_TK >= 0)
