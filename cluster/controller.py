@@ -26,6 +26,7 @@ from expertmesh.cluster.events import (
     Joined,
     NotJoined,
     Retry,
+    TryAgain,
     WorkerLost,
 )
 from expertmesh.cluster.membership import Kind, Worker
@@ -82,7 +83,7 @@ class Controller:
         self._filling: dict[str, Kind] = {}  # by seat
         self._promised: dict[str, Share] = {}  # what will be held in seats that are being filled
         self._tries: dict[str, int] = {}  # attempts to replace the lost worker of a seat
-        self._given_up: dict[str, Kind] = {}  # seats whose worker could not be replaced
+        self._given_up: dict[str, Kind] = {}  # seats left alone for a while, after many attempts
         self._leaving: set[Worker] = set()
         self._released: list[Worker] = []  # they end as soon as there is an epoch without them
         self._bundles = {worker.seat: worker.bundle for worker in mesh.workers}
@@ -194,7 +195,7 @@ class Controller:
                     self._watch.follow(self.mesh.workers)
             except Exception:
                 _log.exception("the control thread stumbled over %s", event)
-                self._retry_later()
+                self._post_later(RETRY_S, Retry())
             self._publish()
 
     def _absorb(self, event: Event) -> None:
@@ -209,6 +210,9 @@ class Controller:
             self._join(event.worker)
         elif isinstance(event, NotJoined):
             self._miss(event.kind, event.seat, event.reason, final=True)
+        elif isinstance(event, TryAgain):
+            self._given_up.pop(event.seat, None)
+            self._tries[event.seat] = 0
         elif isinstance(event, Drained) and event.worker in self._leaving:
             self._leaving.discard(event.worker)
             self.mesh.remove(event.worker)
@@ -252,7 +256,8 @@ class Controller:
             return
         self._tries[seat] += 1
         if final or self._tries[seat] > self.settings.recovery.restarts:
-            self._given_up[seat] = kind  # until somebody asks for it
+            self._given_up[seat] = kind
+            self._post_later(self.settings.recovery.rest_s, TryAgain(seat))
 
     # --- one working epoch ----------------------------------------------------------------------
 
@@ -270,7 +275,7 @@ class Controller:
                 return
             except CrewError as error:
                 _log.warning("no new epoch: %s", error)
-                if self._back_out():
+                if self._back_out(str(error)):
                     continue
                 return
             self.counts.joins += joining
@@ -282,7 +287,7 @@ class Controller:
             self._settle()
             return
         self._enter("unserviceable", f"the actors do not come together ({self.status.reason})")
-        self._retry_later()
+        self._post_later(RETRY_S, Retry())
 
     def _hear_losses(self) -> None:
         """Whoever else was lost meanwhile must not be waited for."""
@@ -293,7 +298,7 @@ class Controller:
                 return
             self._absorb(event)
 
-    def _back_out(self) -> bool:
+    def _back_out(self, why: str) -> bool:
         """After a failed attempt newcomers go: the epoch before them worked, or will without them.
 
         Returns whether to try again; not when the old epoch is still there and right.
@@ -301,7 +306,7 @@ class Controller:
         newcomers = self.mesh.newcomers
         for worker in newcomers:
             self.mesh.remove(worker)
-            reason = f"{worker} did not come into the new epoch"
+            reason = f"{worker} did not come into the new epoch: {why}"
             self._miss(worker.kind, worker.seat, reason, final=False)
         self._end(newcomers)
         if newcomers and self.status.state == "ready" and not self._released:
@@ -359,8 +364,8 @@ class Controller:
         if workers:
             threading.Thread(target=self._crew.end, args=(workers,), daemon=True).start()
 
-    def _retry_later(self) -> None:
-        timer = threading.Timer(RETRY_S, self.post, (Retry(),))
+    def _post_later(self, seconds: float, event: Event) -> None:
+        timer = threading.Timer(seconds, self.post, (event,))
         timer.daemon = True
         timer.start()
 

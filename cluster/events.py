@@ -43,4 +43,10 @@ class Retry(NamedTuple):
     """A moment has passed since the last attempt to make an epoch failed."""
 
 
-Event = WorkerLost | EpochBroken | Joined | NotJoined | Drained | Retry
+class TryAgain(NamedTuple):
+    """A seat that could not be filled has been left alone for long enough."""
+
+    seat: str
+
+
+Event = WorkerLost | EpochBroken | Joined | NotJoined | Drained | Retry | TryAgain

@@ -56,7 +56,10 @@ class RecoverySettings(BaseModel):
         default=5,
         ge=0,
         description="Attempts to replace an actor that keeps failing, with growing pauses; after "
-        "that the mesh goes on without it until it is scaled.",
+        "that its seat is left alone for rest_s, or until the mesh is scaled.",
+    )
+    rest_s: float = Field(
+        default=60.0, gt=0, description="How long a seat that could not be filled is left alone."
     )
     pause_s: float = Field(
         default=1.0, gt=0, description="Pause before the second attempt; doubles with each."

@@ -131,6 +131,18 @@ def test_a_seat_that_cannot_be_filled_is_left_until_somebody_asks(make: Any) -> 
     mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
 
 
+def test_a_seat_that_was_given_up_is_tried_again_after_a_rest(make: Any) -> None:
+    mesh = make(recovery=RecoverySettings(rest_s=0.05))
+    mesh.kill(mesh.mesh.ranks.workers[0])
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
+    mesh.recruits.fail()
+    mesh.settle(lambda: mesh.controller.counts.failed_joins == 1)
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
+    mesh.recruits.arrive()
+    mesh.settle(lambda: mesh.controller.counts.joins == 1)
+    mesh.check()
+
+
 def test_scaling_down_waits_for_the_copies_and_gives_the_place_back(make: Any) -> None:
     mesh = make()
     mesh.controller.scale(experts=2, attention=1)
