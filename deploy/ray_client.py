@@ -90,6 +90,7 @@ class RayEngineClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         for tracked in list(self._requests.values()):
             tracked.mailbox.fail(EngineUnavailable("the front door is stopping"))
+        self._notify()
         await asyncio.gather(*[link.stop() for link in [*self._links.values(), *self._leaving]])
 
     # --- EngineClient -------------------------------------------------------------------------
@@ -122,8 +123,10 @@ class RayEngineClient:
 
     def abort(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
-        if tracked is not None and tracked.link is not None:
-            tracked.link.abort(tracked.wire_id)
+        if tracked is not None:
+            self._detach(tracked, abort=True)
+            tracked.mailbox.put(TokenOutput(request_id=request_id, finish_reason="abort"))
+            self._notify()  # it may be waiting for a replica
 
     def ready(self) -> tuple[bool, str]:
         """The mesh serves, and a replica takes requests or is about to."""
@@ -150,19 +153,19 @@ class RayEngineClient:
     async def _place(self, tracked: TrackedRequest) -> None:
         """Returns when a replica has taken the request, or with an error in its mailbox."""
         tracked.placing = True
-        deadline = time.monotonic() + self._hold_s
+        tracked.deadline = time.monotonic() + self._hold_s
         try:
-            while not tracked.mailbox.closed and not await self._try(tracked, deadline):
-                pass
+            while link := await self._next_link(tracked):
+                if await self._try(tracked, link):
+                    return
         except Exception as error:
             self._detach(tracked)
             tracked.mailbox.fail(error)
         finally:
             tracked.placing = False
 
-    async def _try(self, tracked: TrackedRequest, deadline: float) -> bool:
+    async def _try(self, tracked: TrackedRequest, link: ReplicaLink) -> bool:
         """One attempt; whether the replica has taken the request and still has it."""
-        link = await self._next_link(tracked, deadline)
         attempt = tracked.next_attempt()
         self._attach(tracked, link)
         try:
@@ -181,24 +184,31 @@ class RayEngineClient:
             await asyncio.sleep(BUSY_SECONDS)
             return False
         tracked.taken = True
-        return tracked.link is link or tracked.mailbox.closed
+        return tracked.link is link
 
-    async def _next_link(self, tracked: TrackedRequest, deadline: float) -> ReplicaLink:
-        """The replica with least to do. Raises EngineUnavailable when there is none in time."""
-        while True:
-            changed = self._changed
+    async def _next_link(self, tracked: TrackedRequest) -> ReplicaLink | None:
+        """The replica with least to do; None when the request has ended meanwhile.
+
+        Raises EngineUnavailable when there is none in time.
+        """
+        while not tracked.mailbox.closed:
+            changed, now = self._changed, time.monotonic()
             free = up = self._up()
             if tracked.losses >= SUSPICIOUS:
                 free = [link for link in up if link.trial is None]
-            in_line = bool(up) and not free  # a trial ends soon, with a token or without
-            left = deadline - time.monotonic()
-            if left <= 0 and not in_line:
+            if up and not free:
+                # In line behind a trial, which ends soon, with a token or without.
+                await changed.wait()
+                tracked.deadline += time.monotonic() - now
+                continue
+            if now >= tracked.deadline:
                 reason = tracked.setback or self.ready()[1]
                 raise EngineUnavailable(f"no replica within {self._hold_s:g} s: {reason}")
             if free:
                 return min(free, key=lambda link: link.load)
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), None if in_line else left)
+                await asyncio.wait_for(changed.wait(), tracked.deadline - now)
+        return None
 
     def _up(self) -> list[ReplicaLink]:
         return [link for link in self._links.values() if link.state == "up"]

@@ -20,12 +20,14 @@ class TrackedRequest:
     still says can be told apart. ids: the tokens received so far; they are the client's, whether
     or not it has read them. losses: attempts in a row that brought no token and ended because
     their replica was lost; all_losses: however much they brought. taken: whether a replica ever
-    had it. setback: why the last attempt came to nothing.
+    had it. setback: why the last attempt came to nothing. deadline: until when it waits for a
+    replica, in monotonic seconds.
     """
 
     __slots__ = (
         "all_losses",
         "attempts",
+        "deadline",
         "ids",
         "link",
         "losses",
@@ -47,6 +49,7 @@ class TrackedRequest:
         self.attempts = self.losses = self.all_losses = 0
         self.taken, self.setback = False, ""
         self.queued = 0  # tokens to compute before the present attempt brings its first one
+        self.deadline = 0.0
         self.placing = False  # whether somebody is looking for a replica for it
         self.mover: asyncio.Task[None] | None = None
 

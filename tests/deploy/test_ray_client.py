@@ -13,7 +13,7 @@ from expertmesh.actors.process import Health
 from expertmesh.deploy import ray_client, replica_link
 from expertmesh.deploy.engine_client import EngineUnavailable
 from expertmesh.deploy.openai.telemetry import Telemetry
-from tests.support.client_scene import DRAIN_S, Scene, collect, out, run, until
+from tests.support.client_scene import DRAIN_S, Scene, collect, out, request, run, until
 from tests.support.fake_replica import FakeReplica
 
 
@@ -98,6 +98,28 @@ class TestDelivery:
             assert await first == [1]
 
         run(scenario)
+
+    def test_an_abort_ends_a_request_wherever_it_is(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            async def ends(name: str) -> list[Any]:
+                return [one.finish_reason async for one in scene.client.generate(request(name))]
+
+            task = asyncio.create_task(ends("a"))
+            await until(lambda: scene.owner("a") is not None)
+            scene.client.abort("a")
+            scene.client.abort("nobody")
+            assert await task == ["abort"]
+            only = scene.replicas[0]
+            await until(lambda: only.aborted == ["a"])
+            only.say(out("a", finish="abort"))  # the replica's own word comes too late to matter
+            only.dead.set()
+            await until(lambda: scene.links() == {"r0": "down"})
+            waiting = asyncio.create_task(ends("b"))
+            await until(lambda: "b" in scene.client._requests)
+            scene.client.abort("b")
+            assert await waiting == ["abort"]
+
+        run(scenario, replicas=1)
 
     def test_a_sampled_request_has_a_seed_before_it_leaves(self) -> None:
         async def scenario(scene: Scene) -> None:

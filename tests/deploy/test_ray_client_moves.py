@@ -11,7 +11,7 @@ from expertmesh.actors.attention.messages import (
 from expertmesh.actors.process import Health
 from expertmesh.deploy import ray_client, replica_link
 from expertmesh.deploy.engine_client import EngineUnavailable, at_the_end
-from tests.support.client_scene import Scene, collect, out, request, run, until
+from tests.support.client_scene import HOLD_S, Scene, collect, out, request, run, until
 from tests.support.fake_replica import FakeReplica
 
 
@@ -252,6 +252,8 @@ class TestSuspects:
                 await until(lambda: len(running()) >= 1 and running()[0] not in ended)
                 await asyncio.sleep(0.02)
                 (name,) = running()  # never two of them
+                if not ended:
+                    await asyncio.sleep(HOLD_S)  # being in line is not having no replica
                 if name.startswith("poison"):
                     only.say(out(name, finish="error", error="crash", lost=True))
                 else:
