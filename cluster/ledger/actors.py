@@ -58,12 +58,16 @@ class Seats:
             seat.recent = seat.recent * self._decay + seat.open
             seat.open = np.zeros_like(seat.open)
 
+    def _in_order(self) -> list[tuple[str, _Seat]]:
+        """expert-2 before expert-10."""
+        return sorted(self._seats.items(), key=lambda item: (len(item[0]), item[0]))
+
     def totals(self) -> list[ActorLoad]:
         return [
             ActorLoad(name, round(seat.total[0].sum()), float(seat.total[1].sum()))
-            for name, seat in sorted(self._seats.items())
+            for name, seat in self._in_order()
         ]
 
     def recent(self) -> dict[str, np.ndarray]:
         """seat -> float64 [2, L]: rows and busy seconds of the decayed windows."""
-        return {name: seat.recent for name, seat in sorted(self._seats.items())}
+        return {name: seat.recent for name, seat in self._in_order()}

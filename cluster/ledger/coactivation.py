@@ -30,9 +30,10 @@ def top_pairs(together_EE: np.ndarray, tokens: int, most: int = 10) -> list[Pair
     chance_EE = np.outer(alone_E, alone_E) / tokens
     excess_EE = np.triu(together_EE - chance_EE, 1)
     best = np.argsort(-excess_EE, axis=None, kind="stable")[:most]
+    lift_EE = together_EE / np.maximum(chance_EE, 1e-9)
     rows, columns = np.unravel_index(best, excess_EE.shape)
     return [
-        Pair(int(a), int(b), int(together_EE[a, b]), round(together_EE[a, b] / chance_EE[a, b], 3))
+        Pair(int(a), int(b), int(together_EE[a, b]), round(float(lift_EE[a, b]), 3))
         for a, b in zip(rows, columns, strict=True)
         if excess_EE[a, b] > 0
     ]
