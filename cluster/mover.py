@@ -1,6 +1,7 @@
 """Carrying out a plan under traffic: copy, verify, flip the routing, forget; wave by wave."""
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,11 @@ class Mover:
     def __init__(self, controller: Controller, crew: Crew, transfer_s: float) -> None:
         self._controller, self._crew, self._transfer_s = controller, crew, transfer_s
         self.moves = Moves()
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """The plan that is being carried out ends after its present wave, and no other begins."""
+        self._stopping.set()
 
     def carry_out(self, plan: Plan, epoch: int, workers: Sequence[Worker], slots: int) -> None:
         """Makes the plan's placement the one in use. workers: by expert rank, in that epoch.
@@ -52,6 +58,8 @@ class Mover:
         self.moves.waves = []
         try:
             for wave in schedule(plan, plan.old, slots):
+                if self._stopping.is_set():
+                    raise PlanAbandoned("the mesh is stopping")
                 self._wave(wave, epoch, workers)
                 self.moves.waves.append(time.monotonic() - began - sum(self.moves.waves))
         except PlanAbandoned as error:

@@ -51,6 +51,7 @@ class Upkeep:
 
     def stop(self) -> None:
         self._stopping.set()
+        self.mover.stop()
         self._thread.join(self._settings.rebalance.transfer_s)
 
     def plan(self) -> Plan | None:
@@ -80,7 +81,8 @@ class Upkeep:
             try:
                 self._look(time.monotonic())
             except PlanAbandoned as error:
-                _log.warning("rebalance given up: %s", error)
+                if not self._stopping.is_set():
+                    _log.warning("rebalance given up: %s", error)
                 self._stopping.wait(PAUSE_S)
             except Exception:
                 _log.exception("upkeep stumbled")
