@@ -1,6 +1,5 @@
 """Carrying out a plan under traffic: copy, verify, flip the routing, forget; wave by wave."""
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -12,8 +11,6 @@ from expertmesh.cluster.balancing.waves import Wave, schedule
 from expertmesh.cluster.controller import Controller
 from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.membership import Worker
-
-_log = logging.getLogger(__name__)
 
 
 class PlanAbandoned(RuntimeError):
