@@ -23,6 +23,8 @@ from expertmesh.actors.exchange.process_group import Groups, Where
 from expertmesh.actors.exchange.wire import HEADER_BYTES, MAGIC, Frame, Round, host_memory
 
 HELLO = struct.Struct("<qqq")  # magic, epoch, rank
+# How often a rank that waits to be called asks whether all are still there.
+CHECK_S = 0.2
 
 
 class Line:
@@ -225,18 +227,32 @@ def _answer(groups: Groups, host: str) -> dict[int, Line]:
             groups.store.set(f"direct/{groups.rank}", f"{host} {server.getsockname()[1]}")
             end = time.monotonic() + limit
             while len(lines) < roster.attention:
-                server.settimeout(max(0.01, end - time.monotonic()))
-                connection, _ = server.accept()
-                connection.settimeout(max(0.01, end - time.monotonic()))
-                hello = connection.recv(HELLO.size, socket.MSG_WAITALL)
-                known = len(hello) == HELLO.size and HELLO.unpack(hello)
-                if known and known[:2] == (MAGIC, roster.epoch):
-                    lines[known[2]] = Line(connection)
-                else:
-                    connection.close()  # somebody else's
-    except OSError as error:
+                if time.monotonic() > end:
+                    raise TimeoutError("Timed out")
+                server.settimeout(CHECK_S)
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    groups.store.check_all_here()
+                    continue
+                peer = _greeted(connection, roster.epoch, end)
+                if peer is not None:
+                    lines[peer] = Line(connection)
+    except (OSError, RuntimeError) as error:
         raise groups.lost(where, RuntimeError(f"not called: {error}")) from error
     return lines
+
+
+def _greeted(connection: socket.socket, epoch: int, end: float) -> int | None:
+    """Which attention rank of this epoch calls; None for somebody else, who is hung up on."""
+    connection.settimeout(max(0.01, end - time.monotonic()))
+    hello = connection.recv(HELLO.size, socket.MSG_WAITALL)
+    if len(hello) == HELLO.size:
+        magic, theirs, rank = HELLO.unpack(hello)
+        if (magic, theirs) == (MAGIC, epoch):
+            return int(rank)
+    connection.close()
+    return None
 
 
 def _call(groups: Groups, host: str) -> dict[int, Line]:

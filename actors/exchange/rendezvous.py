@@ -22,7 +22,7 @@ GRACE_S = 5.0
 
 
 class _Ask(msgspec.Struct, array_like=True, frozen=True):
-    """verb: get | set | offer | met. who: the rank that asks, for errors."""
+    """verb: get | set | offer | check | met. who: the rank that asks, for errors."""
 
     epoch: int
     who: str
@@ -66,6 +66,8 @@ class _Board:
         with self._changed:
             if ask.verb == "get":
                 return self._await(ask)
+            if ask.verb == "check":
+                return self._check(ask.epoch)
             key = ask.epoch, ask.keys[0]
             if ask.verb == "set":
                 self._values[key] = ask.value
@@ -79,11 +81,15 @@ class _Board:
             self._gone.setdefault(epoch, who)
             self._changed.notify_all()
 
+    def _check(self, epoch: int) -> _Answer:
+        who = self._gone.get(epoch)
+        return _Answer(failure=None if who is None else f"{who} has gone before all had met")
+
     def _await(self, ask: _Ask) -> _Answer:
         end = time.monotonic() + ask.limit_s
         while missing := [key for key in ask.keys if (ask.epoch, key) not in self._values]:
             if ask.epoch in self._gone:
-                return _Answer(failure=f"{self._gone[ask.epoch]} has gone before all had met")
+                return self._check(ask.epoch)
             left = end - time.monotonic()
             if left <= 0:
                 return _Answer(failure=f"Timed out: nobody has set {missing}")
@@ -146,6 +152,10 @@ class RendezvousStore(Store):
     def offer(self, key: str, value: str) -> str:
         """Sets the key unless it has a value; returns the one it has now."""
         return self._ask("offer", [key], value).decode()
+
+    def check_all_here(self) -> None:
+        """Raises when a rank has gone that others may still wait for."""
+        self._ask("check", [])
 
     def has_extended_api(self) -> bool:
         return False

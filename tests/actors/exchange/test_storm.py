@@ -4,11 +4,11 @@ import pytest
 
 from tests.actors.exchange.storm import Storm
 
+STORMS = [(4, 3000), (6, 3000), (8, 3000)]
+STORMS_OF = [("direct", *storm) for storm in STORMS] + [("exact", 6, 500), ("padded", 6, 500)]
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "steps"),
-    [("direct", 4, 3000), ("direct", 6, 3000), ("direct", 8, 3000), ("exact", 6, 500), ("padded", 6, 500)],
-)  # fmt: skip
+
+@pytest.mark.parametrize(("layout", "ranks", "steps"), STORMS_OF)
 def test_nobody_hangs_and_nobody_disagrees(layout: str, ranks: int, steps: int) -> None:
     report = Storm(steps, ranks, seed=ranks, layout=layout).run()
     assert report["failures"] == []
