@@ -31,6 +31,7 @@ def run(options: ServeOptions) -> None:
         summary = preflight.check_checkpoint(options.model, config)
         preflight.check_placement(config, options.expert_actors)
         preflight.check_slots(config, options.expert_actors, options.slots_per_actor)
+        preflight.check_recording(config, options.routing_record)
         options.autoscale(config)
         with preflight.hold_port(options.host, options.port):
             if options.address is not None and not options.dry_run:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
@@ -18,6 +19,7 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.cluster.ledger.recording import Recording
 from expertmesh.deploy import one_process, preflight
 from expertmesh.deploy.cli import BUNDLED
 from expertmesh.deploy.exit_codes import ExitCode, Refused
@@ -139,6 +141,25 @@ def test_slots_that_cannot_be_are_refused_with_those_that_can(experts: int, acto
         with pytest.raises(Refused, match=rf"--slots-per-actor {slots}: .* {valid}$") as refused:
             preflight.check_slots(config, actors, slots)
         assert refused.value.code is ExitCode.USAGE
+
+
+def test_a_recording_must_be_one_of_this_model(checkpoint: Path, tmp_path: Path) -> None:
+    config, file = preflight.check_folder(checkpoint), tmp_path / "traffic.npz"
+    shape = len(config.moe_layers), config.num_experts
+    fitting = Recording(
+        config.moe_layers, config.num_experts, 2, 1.0, np.zeros(shape, np.int64),
+        np.zeros((0, shape[0], 2), np.int16), np.zeros((shape[0], 0, shape[1]), bool), "m",
+    )  # fmt: skip
+    file.write_bytes(fitting.to_bytes())
+    preflight.check_recording(config, file)
+    assert options(checkpoint, routing_record=file).cluster(config, None).routing_record == file
+    other = SimpleNamespace(moe_layers=config.moe_layers, num_experts=config.num_experts + 1)
+    with pytest.raises(Refused, match=rf"{config.num_experts} experts in .* this one has"):
+        preflight.check_recording(cast(ModelConfig, other), file)
+    file.write_bytes(b"no archive")
+    with pytest.raises(Refused, match="not a routing recording") as refused:
+        run(options(checkpoint, routing_record=file, dry_run=True))
+    assert refused.value.code is ExitCode.USAGE and str(file) in refused.value.message
 
 
 def test_slots_without_expert_actors_are_refused(checkpoint: Path) -> None:
