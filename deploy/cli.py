@@ -6,6 +6,7 @@ from typing import Annotated, NoReturn, Optional
 import typer
 
 from expertmesh import __version__
+from expertmesh.deploy.routing.commands import routing
 
 BUNDLED = Path(__file__).resolve().parent / "models" / "nano"
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(routing, name="routing")
 
 
 def _version(wanted: bool) -> None:
