@@ -21,6 +21,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.exceptions import RayServeException
 
 from expertmesh.actors.attention.actor import ReplicaStats
 from expertmesh.cluster.autoscaling.settings import AttentionScaling
@@ -153,8 +154,9 @@ class AttentionSeat:
             try:
                 if _rank() == 0 and not self._dry_run:
                     await self._wish.tell(await asyncio.to_thread(_seats), time.monotonic())
-            except (EngineUnavailable, RayError) as error:
-                _log.warning("attention seats: %s", error)
+            except (EngineUnavailable, RayError, RayServeException, KeyError) as error:
+                # KeyError: the application is not listed yet.
+                _log.warning("attention seats: %r", error)
 
 
 def seats_application(
