@@ -125,6 +125,9 @@ ENGINE_STEP_SECONDS = Metric(
 # The mesh. `seat` is a place in it ("expert-0"), whoever sits there: as many series as seats.
 # Nothing is per layer or per expert; `expertmesh routing report` shows those.
 _SEAT = ("model_name", "seat")
+EXPERT_UP = Metric(
+    "expert_up", "gauge", "1 when the expert actor in this seat answers and serves, else 0.", _SEAT
+)
 EXPERT_ROWS = Metric(
     "expert_rows", "counter",
     "Rows an expert actor has computed, one per (token, MoE layer).", _SEAT,
@@ -196,4 +199,4 @@ HELD_REQUESTS = Metric(
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 # Exposed by a server that has a mesh.
-MESH = ALL[ALL.index(EXPERT_ROWS) :]
+MESH = ALL[ALL.index(EXPERT_UP) :]

@@ -5,6 +5,7 @@ division by zero.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -48,11 +49,11 @@ def rank_loads(load_E: Floats, held: Sequence[Sequence[int]]) -> Floats:
 
     held: per actor, its experts of this layer.
     """
-    copies_E = np.zeros(len(load_E))
-    for experts in held:
-        copies_E[list(experts)] += 1
-    each_E = load_E / np.maximum(copies_E, 1)
-    return np.array([each_E[list(experts)].sum() for experts in held], dtype=np.float64)
+    experts_S = np.array(list(chain.from_iterable(held)), dtype=np.int64)
+    actors_S = np.repeat(np.arange(len(held)), [len(experts) for experts in held])
+    copies_E = np.bincount(experts_S, minlength=len(load_E))
+    shares_S = load_E[experts_S] / copies_E[experts_S]
+    return np.bincount(actors_S, weights=shares_S, minlength=len(held))
 
 
 def layer_rank_loads(load_LE: Floats, layers: Sequence[int], placement: Placement | None) -> Floats:

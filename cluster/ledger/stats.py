@@ -12,11 +12,13 @@ ALARM_KINDS = (
 
 
 class ActorLoad(msgspec.Struct, frozen=True):
-    """An expert actor. rows: one per (token, MoE layer)."""
+    """An expert actor. rows: one per (token, MoE layer). up: it answers and serves; of one that
+    does not, nothing else is known."""
 
     seat: str
     rows: int = 0
     busy_seconds: float = 0.0
+    up: bool = True
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):

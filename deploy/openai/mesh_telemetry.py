@@ -33,7 +33,9 @@ class MeshCollector(Collector):
         yield from self._membership(self.stats)
 
     def _actors(self, stats: MeshStats) -> Iterable[Family]:
-        actors = stats.actors
+        yield self._by(metrics.EXPERT_UP, {a.seat: float(a.up) for a in stats.actors})
+        # Zeros of one that is down would read as restarted counters.
+        actors = [actor for actor in stats.actors if actor.up]
         yield self._by(metrics.EXPERT_ROWS, {a.seat: a.rows for a in actors})
         yield self._by(metrics.EXPERT_BUSY_SECONDS, {a.seat: a.busy_seconds for a in actors})
 

@@ -14,6 +14,7 @@ NAMES = (
     "groups",
     "planner",
     "replicas",
+    "ledger",
 )
 
 

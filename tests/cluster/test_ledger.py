@@ -12,6 +12,7 @@ import pytest
 from expertmesh.actors.exchange.counting import RoutingSnapshot
 from expertmesh.cluster.ledger.ledger import Ledger
 from expertmesh.cluster.ledger.measures import entropy, gini, imbalance, rank_loads
+from expertmesh.cluster.ledger.totals import Total
 from expertmesh.cluster.ledger.windows import MOST_SOURCES, Window
 from expertmesh.cluster.placement import Placement, contiguous_placement
 
@@ -278,3 +279,15 @@ def test_random_histories_equal_a_plain_sum() -> None:
                 book.close_window()
         book.close_window()
         assert np.allclose(book.loads(), truth)
+
+
+def test_a_total_never_falls() -> None:
+    """Prometheus reads a fall as a restart and adds everything again."""
+    total = Total()
+    assert total.update({"a": 5, "b": 7}) == 12
+    assert total.update({"a": 6}) == 13, "b is silent"
+    assert total.update({"a": 6, "b": 9}) == 15, "b is back"
+    assert total.update({"c": 1}) == 16, "others came"
+    for life in range(5 * MOST_SOURCES):
+        assert total.update({f"life {life}": 2}) == 16 + 2 * (life + 1)
+    assert len(total._last) == MOST_SOURCES

@@ -103,7 +103,7 @@ def test_series_stay_bounded_over_a_thousand_replacements(telemetry: Telemetry) 
         stats.epoch = life
         found = {(one.name, *sorted(one.labels.items())) for one in samples(telemetry, stats)}
         sizes.append(len(found))
-    assert max(sizes) == len(first) + 2 * 2, "two series for each further seat"
+    assert max(sizes) == len(first) + 2 * 3, "three series for each further seat"
     last = {(one.name, *sorted(one.labels.items())) for one in samples(telemetry, mesh(4))}
     assert last == first
 
@@ -113,6 +113,10 @@ def test_a_seat_that_left_is_gone_and_none_hides_another(telemetry: Telemetry) -
         "expert-0", "expert-1", "expert-2",
     ]  # fmt: skip
     stats = mesh(3)
+    stats.actors[1] = ActorLoad("expert-1", up=False)
+    assert list(values(telemetry, stats, "expert_up").values()) == [1, 0, 1]
+    assert list(values(telemetry, stats, "expert_rows_total")) == ["expert-0", "expert-2"]
     del stats.actors[1]
+    assert list(values(telemetry, stats, "expert_up")) == ["expert-0", "expert-2"]
     assert list(values(telemetry, stats, "expert_rows_total")) == ["expert-0", "expert-2"]
     assert list(samples(telemetry, None)) == [], "nothing stale when the keeper is silent"

@@ -170,6 +170,44 @@ def test_rows_that_are_not_finite_are_counted_where_they_arose(value: float) -> 
     assert snapshot.bad_rows == (0, 4, 6)
 
 
+class DeviceReader:
+    """Stands for counting._DeviceReader: where tensors live on a device, nothing may look at them
+    before the step ends."""
+
+    def __init__(self, counters: Tensor) -> None:
+        self.counters, self.calls = counters, list[str]()
+
+    def before_write(self) -> None:
+        self.calls.append("before")
+
+    def after_write(self) -> None:
+        self.calls.append("after")
+
+    def request(self) -> None:
+        self.calls.append("request")
+
+    def result(self) -> np.ndarray:
+        return self.counters.numpy().astype("<i8")
+
+
+def test_the_way_over_a_device_counts_the_same() -> None:
+    """Sums are kept until the step ends; here on the CPU, with a reader that notes its calls."""
+    shape, plain, device = Shape(), counts(), counts()
+    reader = DeviceReader(device._counters)
+    device._reader = reader  # type: ignore[assignment]
+    steps = routed(shape, [40, 70])
+    for batch, ids in steps:
+        batch[2][[1, 7], 0] = float("nan")
+        for count in (plain, device):
+            step(CountingExchange(Echo(), count), batch, ids)
+    assert reader.calls == ["before", "after"] * 2
+    ours, oracle = device.snapshot(), plain.snapshot()
+    assert reader.calls[-1] == "request"
+    assert ours.hits == oracle.hits
+    assert ours.bad_weights == oracle.bad_weights == (4, 4, 4)
+    assert ours.bad_rows == oracle.bad_rows
+
+
 def test_large_finite_rows_are_not_taken_for_infinite() -> None:
     count = counts()
     exchange = CountingExchange(Echo(), count)
