@@ -54,6 +54,9 @@ SWAPS_FROM, SHUFFLES_FROM = 3, 5
 """Rounds. Copies move half as much as swaps and trades do, so the first do without; later ones try
 other pairs of actors than those in order of load."""
 
+IDLE_ROUNDS = 3
+"""So many without a change end the search: the partners that are tried next differ."""
+
 
 def balance(
     loads_LE: NDArray[np.number],
@@ -120,9 +123,13 @@ def _improved(
         _settle(shares, settings.first_sweeps)
     best_LPS, after_L = shares.ids_LPS.copy(), shares.load_LP.max(1)
     least_L = shares.strain_LP.max(1)
+    idle = 0
     for turn in range(settings.rounds):
         shares.open_L = repair_L & (least_L > settings.limit)
-        if not shares.open_L.any() or not _turn(shares, turn, settings):
+        if not shares.open_L.any():
+            break
+        idle = 0 if _turn(shares, turn, settings) else idle + 1
+        if idle == IDLE_ROUNDS:
             break
         assert shares.count_K.all(), "an expert lost its last copy"
         strain_L = shares.strain_LP.max(1)

@@ -70,13 +70,14 @@ def seat_orphans(
     copies = Counter(expert for row in rows for expert in row)
     free = [(len(row), actor) for actor, row in enumerate(rows) if len(row) < slots]
     heapq.heapify(free)
-    taken = [0] * len(rows)
+    # Per actor, slots by copies of their expert; an entry is stale when the expert lost one since.
     spare = [
-        (actor, slot)
-        for actor, row in enumerate(rows)
-        for slot, expert in enumerate(row)
-        if copies[expert] > 1
+        [(-copies[expert], slot) for slot, expert in enumerate(row) if copies[expert] > 1]
+        for row in rows
     ]
+    for heap in spare:
+        heapq.heapify(heap)
+    taken = [0] * len(rows)
     seated: list[tuple[int, int, int | None]] = []
     for orphan in orphans:
         gone = None
@@ -86,11 +87,7 @@ def seat_orphans(
                 heapq.heappush(free, (size + 1, actor))
             rows[actor].append(orphan)
         else:
-            _, _, actor, slot = min(
-                (taken[actor], -copies[rows[actor][slot]], actor, slot)
-                for actor, slot in spare
-                if copies[rows[actor][slot]] > 1
-            )
+            actor, slot = _least_needed(rows, copies, spare, taken)
             gone = rows[actor][slot]
             copies[gone] -= 1
             rows[actor][slot] = orphan
@@ -98,6 +95,23 @@ def seat_orphans(
         taken[actor] += 1
         seated.append((orphan, actor, gone))
     return seated
+
+
+def _least_needed(
+    rows: list[list[int]],
+    copies: Counter[int],
+    spare: list[list[tuple[int, int]]],
+    taken: list[int],
+) -> tuple[int, int]:
+    """(actor, slot) of the spare copy that goes next; takes it from the heaps."""
+    while True:
+        actor = min((count, actor) for actor, count in enumerate(taken) if spare[actor])[1]
+        key, slot = heapq.heappop(spare[actor])
+        now = copies[rows[actor][slot]]
+        if now == -key:
+            return actor, slot
+        if now > 1:
+            heapq.heappush(spare[actor], (-now, slot))
 
 
 def _check_room(experts: int, survivors: int, slots: int) -> None:

@@ -46,6 +46,9 @@ class _Unit:
         return {actor for _, actor in pairs} | {(expert, -1) for expert, _ in pairs}
 
 
+_Touching = tuple[_Unit, set[Pair | int]]
+
+
 def schedule(plan: Plan, old: Placement, slots: int, staging: int = 1) -> tuple[Wave, ...]:
     """The waves that lead from `old` to the plan's placement.
 
@@ -152,8 +155,9 @@ def _waves(
         for layer, actors in new.held.items()
     }
     routed = {layer: tuple(map(tuple, rows)) for layer, rows in held.items()}
-    while any(units.values()):
-        chosen = _pack(units, new.actors, staging)
+    waiting = {layer: [(unit, unit.touches()) for unit in some] for layer, some in units.items()}
+    while any(waiting.values()):
+        chosen = _pack(waiting, new.actors, staging)
         rounds = _rounds(_sourced(chosen, held))
         drops = []
         for layer, done in chosen.items():
@@ -176,27 +180,26 @@ def _in_order(
     )
 
 
-def _pack(units: dict[int, list[_Unit]], actors: int, staging: int) -> dict[int, list[_Unit]]:
-    """Takes from `units` what one wave can hold.
+def _pack(waiting: dict[int, list[_Touching]], actors: int, staging: int) -> dict[int, list[_Unit]]:
+    """Takes from `waiting` what one wave can hold.
 
     Units of one layer that share an actor or an expert keep their order and go in different
     waves: a later one may rely on what an earlier one brings.
     """
     room = [staging] * actors
     chosen: dict[int, list[_Unit]] = {}
-    for layer, waiting in units.items():
+    for layer, some in waiting.items():
         blocked: set[Pair | int] = set()
-        later: list[_Unit] = []
-        for unit in waiting:
-            touched = unit.touches()
+        later: list[_Touching] = []
+        for unit, touched in some:
             if all(room[actor] for _, actor in unit.adds) and blocked.isdisjoint(touched):
                 for _, actor in unit.adds:
                     room[actor] -= 1
                 chosen.setdefault(layer, []).append(unit)
             else:
-                later.append(unit)
+                later.append((unit, touched))
             blocked |= touched
-        units[layer] = later
+        waiting[layer] = later
     return chosen
 
 
