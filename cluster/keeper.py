@@ -83,8 +83,8 @@ class MeshKeeper:
         return self.mesh.upkeep.traffic.report()
 
     def record_routing(self, seconds: float, tokens: int) -> bytes:
-        """An .npz of what whole tokens chose; see Traffic.record."""
-        return self.mesh.upkeep.traffic.record(seconds, tokens)
+        """An .npz of what whole tokens chose; see Recorder.record."""
+        return self.mesh.recorder.record(seconds, tokens, self._settings.load.model.name)
 
     def mesh_stats(self) -> bytes:
         """MeshStats as msgpack, for the exporter."""

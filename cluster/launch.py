@@ -25,6 +25,7 @@ from expertmesh.cluster.ledger.recording import RecordingError, load_recording
 from expertmesh.cluster.membership import Epoch, Kind, Worker
 from expertmesh.cluster.placement import Placement, PlacementError, contiguous_placement
 from expertmesh.cluster.ranks import ExpertRanks
+from expertmesh.cluster.recorder import Recorder
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.topology import TopologyError, bundle_of, check_fits, gpus_per_actor
 from expertmesh.cluster.upkeep import Upkeep
@@ -59,6 +60,7 @@ class Mesh:
         owns_ray: bool,
     ) -> None:
         self.settings, self.controller, self.upkeep = settings, controller, upkeep
+        self.recorder = Recorder(upkeep.traffic)
         self._crew, self._owns_ray = crew, owns_ray
         self._stop_lock = threading.Lock()
         self._stopped = False

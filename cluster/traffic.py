@@ -1,4 +1,4 @@
-"""What flows through a mesh: counters of all workers, their ledger, and recordings of it."""
+"""What flows through a mesh: the counters of all workers, and the ledger they go into."""
 
 import contextlib
 import time
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from expertmesh.actors.attention.actor import ReplicaStats
-from expertmesh.actors.exchange.counting import RoutingSnapshot, Trace
+from expertmesh.actors.exchange.counting import RoutingSnapshot
 from expertmesh.actors.experts.actor import ExpertStats
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.cluster.controller import Controller
 from expertmesh.cluster.ledger.alarms import Alarm
 from expertmesh.cluster.ledger.ledger import Ledger
-from expertmesh.cluster.ledger.recording import assemble
 from expertmesh.cluster.ledger.stats import ActorLoad, MeshStats, ReplicaLoad
+from expertmesh.cluster.ledger.totals import Total
 from expertmesh.cluster.membership import Worker
 from expertmesh.cluster.mover import Moves
+from expertmesh.cluster.placement import Placement
 
 STATS_S = 2.0
-LOOK_S = 0.1
 
 
 class Answers(NamedTuple):
@@ -39,6 +39,13 @@ class Traffic:
     def __init__(self, config: ModelConfig, controller: Controller, model: str = "") -> None:
         self._controller, self._model, self._top_k = controller, model, config.experts_per_token
         self.ledger = Ledger(config.moe_layers, config.num_experts, config.experts_per_token)
+        self._moved_bytes, self._checksum_failures = Total(), Total()
+
+    @property
+    def placement(self) -> Placement | None:
+        """None without an expert tier."""
+        placement = self._controller.mesh.ranks.placement
+        return placement if placement.held else None
 
     def ask(self, timeout: float = STATS_S) -> Answers:
         workers = self._controller.mesh.workers
@@ -64,6 +71,7 @@ class Traffic:
                 ledger.add(replica.routing, rows_sent=replica.rows_sent)
         for worker, stats in answers.experts.items():
             ledger.add_actor(worker.seat, stats.rows, stats.busy_seconds)
+        ledger.keep_actors({w.seat for w in self._controller.mesh.ranks.workers})
         alarms = ledger.close_window()
         self._controller.loads = dict(zip(ledger.layers, ledger.loads(), strict=True))
         return answers, alarms
@@ -76,9 +84,9 @@ class Traffic:
         return loads
 
     def report(self) -> dict[str, Any]:
-        placement = self._controller.mesh.ranks.placement
-        report: dict[str, Any] = msgspec.to_builtins(self.ledger.report(placement, self._model))
-        return report
+        report = self.ledger.report(self.placement, self._model)
+        plain: dict[str, Any] = msgspec.to_builtins(report)
+        return plain
 
     def stats(self, moves: Moves) -> MeshStats:
         """For the exporter of /metrics."""
@@ -92,16 +100,22 @@ class Traffic:
             rebalances={"done": moves.plans, "failed": moves.failed},
             last_rebalance=None if ago is None else time.time() - ago,
             moved_experts=moves.copies,
-            moved_bytes=sum(s.moved_bytes for s in answers.experts.values()) // 2,
-            checksum_failures=sum(s.checksum_failures for s in answers.experts.values()),
+            # Counted where it leaves and where it arrives.
+            moved_bytes=self._moved_bytes.update(
+                {w.member.name: s.moved_bytes for w, s in answers.experts.items()}
+            )
+            // 2,
+            checksum_failures=self._checksum_failures.update(
+                {w.member.name: s.checksum_failures for w, s in answers.experts.items()}
+            ),
             held_requests=sum(
                 s.engine.running + s.engine.waiting
                 for s in answers.replicas.values()
                 if s.held_seconds
             ),
             actors=[
-                ActorLoad(w.seat, sum(s.rows.values()), sum(s.busy_seconds.values()))
-                for w, s in answers.experts.items()
+                _actor_load(worker.seat, answers.experts.get(worker))
+                for worker in controller.mesh.ranks.workers
             ],
             replicas=[
                 ReplicaLoad(
@@ -113,38 +127,19 @@ class Traffic:
                 )
                 for w, s in answers.replicas.items()
             ],
-            routing=self.ledger.routing_stats(controller.mesh.ranks.placement),
+            routing=self.ledger.routing_stats(self.placement),
         )
 
-    def record(self, seconds: float, tokens: int) -> bytes:
-        """Which experts whole tokens choose, until `tokens` are recorded or the time is over: an
-        .npz as cluster/ledger/recording.py describes it."""
-        before, began = self.ask(), time.monotonic()
-        workers = list(before.replicas)
-        share = -(-tokens // max(1, len(workers)))
-        ray.get([w.handle.start_recording.remote(share) for w in workers], timeout=STATS_S)
-        while time.monotonic() - began < seconds:
-            time.sleep(LOOK_S)
-            counts = ray.get([w.handle.recorded.remote() for w in workers], timeout=STATS_S)
-            if sum(counts) >= tokens:
-                break
-        answers = ray.get([w.handle.stop_recording.remote() for w in workers], timeout=STATS_S)
-        traces = [msgspec.msgpack.decode(answer, type=Trace) for answer in answers]
-        placement = self._controller.mesh.ranks.placement
-        return assemble(
-            _snapshots(before),
-            _snapshots(self.ask()),
-            traces,
-            placement if placement.held else None,
-            time.monotonic() - began,
-            tokens=tokens,
-            model=self._model,
-        ).to_bytes()
+
+def _actor_load(seat: str, stats: ExpertStats | None) -> ActorLoad:
+    if stats is None or stats.failed is not None:
+        return ActorLoad(seat, up=False)
+    return ActorLoad(seat, sum(stats.rows.values()), sum(stats.busy_seconds.values()))
+
+
+def snapshots(answers: Answers) -> list[RoutingSnapshot]:
+    return [stats.routing for stats in answers.replicas.values() if stats.routing is not None]
 
 
 def _routed_rows(snapshot: RoutingSnapshot) -> int:
     return int(snapshot.hits_LE().sum()) // snapshot.top_k
-
-
-def _snapshots(answers: Answers) -> list[RoutingSnapshot]:
-    return [stats.routing for stats in answers.replicas.values() if stats.routing is not None]

@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.model import Model
 from expertmesh.cluster.launch import LaunchError, Mesh, Progress, start
+from expertmesh.cluster.ledger.recording import load_recording
 from expertmesh.cluster.settings import ClusterSettings
 from tests.support.checkpoints import write_checkpoint
 
@@ -180,10 +183,25 @@ def test_two_replicas_answer_like_one_process(model: Path) -> None:
             # Every row counted once, whatever the number of ranks: joined steps count nothing.
             assert hits_E.sum() == 2 * sum(rows.values())
 
+        mesh.upkeep.traffic.close_window()
+        told = mesh.upkeep.traffic.stats(mesh.upkeep.mover.moves)
+        assert [load.seat for load in told.actors] == ["expert-0", "expert-1", "expert-2"]
+        assert all(load.up and load.rows > 0 for load in told.actors)
+        assert sum(load.rows for load in told.actors) == sum(r.rows_sent for r in told.replicas)
+        report = mesh.upkeep.traffic.report()
+        assert len(report["layers"]) == len(mesh.epoch.placement.held)
+        assert 1.0 <= report["fan_out"] <= 2.0
+
         later = Reader(first, "door")  # takes over from `reader`
         submit(first, "door", ask("g", 1))
         later.wait(lambda r: "g" in r.ends)
         assert "g" not in reader.tokens
+
+        with ThreadPoolExecutor(1) as pool:
+            recorded = pool.submit(mesh.recorder.record, 20.0, 10)
+            submit(first, "door", ask("h", 1))
+            recording = load_recording(BytesIO(recorded.result(30)))
+        assert len(recording.trace_NLK) == 10 and (recording.hits_LE.sum(1) >= 20).all()
     finally:
         pids = pids_of(mesh)
         mesh.stop()
