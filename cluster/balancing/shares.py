@@ -110,9 +110,11 @@ class Shares:
 
     @property
     def strain_LP(self) -> Floats:
-        """Of open layers: the load, with a surcharge for actors that share nothing."""
-        alone_LP = (self.degree_A == 0).reshape(self.ids_LPS.shape[:2])
-        strain_LP: Floats = self.load_LP + self._alone_L1 * alone_LP
+        """Of open layers: the load, with a surcharge for actors that keep less than the slack in
+        what they share: up to ALONE for those that share nothing."""
+        kept_A = np.bincount(self.actor_C, self._floor_C, len(self.load_A))
+        lacking_A = np.maximum(1.0 - kept_A / max(self.slack, TINY), 0.0)
+        strain_LP: Floats = self.load_LP + self._alone_L1 * lacking_A.reshape(self.load_LP.shape)
         return strain_LP
 
     def at_home(self, slot_N: Ints) -> Floats:
