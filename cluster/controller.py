@@ -163,6 +163,11 @@ class Controller:
         with self.lock:
             return dict(self._desired)
 
+    def changing(self) -> bool:
+        """A recovery, an arrival or a departure is under way."""
+        with self.lock:
+            return self.status.state != "ready" or bool(self._filling or self._leaving)
+
     def leaving(self) -> frozenset[Worker]:
         """Workers that end once nothing depends on them: nobody else moves copies off experts."""
         with self.lock:

@@ -42,9 +42,12 @@ class Pilot:
         self.last = decision = self._autoscaler.decide(signals, time.monotonic())
         if decision.dry_run or not decision.changes(signals):
             return
-        experts = decision.experts if signals.expert_actors else None
+        # Only what changes: somebody else may have asked for another number of the rest.
+        experts = decision.experts if decision.experts != signals.expert_actors else None
+        replicas = signals.attention_replicas
+        attention = decision.attention if decision.attention != replicas else None
         try:
-            self._controller.scale(experts, decision.attention)
+            self._controller.scale(experts, attention)
         except ScaleError as error:
             _log.warning("autoscaler: %s", error)
 
@@ -53,11 +56,7 @@ class Pilot:
         with controller.lock:
             mesh, desired = controller.mesh, controller.desired()
             replicas, actors = list(mesh.attention), list(mesh.ranks.workers)
-            changing = (
-                controller.status.state != "ready"
-                or bool(controller.leaving())
-                or (len(replicas), len(actors)) != (desired["attention"], desired["expert"])
-            )
+            changing = controller.changing()
             experts, slots = mesh.ranks.experts, mesh.slots
         busy = _deltas(actors, self._before.experts, answers.experts)
         expert_signals = None
