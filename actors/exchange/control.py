@@ -43,9 +43,14 @@ class Listeners:
         self._heard: dict[int, deque[Opening]] = {peer: deque() for peer in peers}
         self._lost: Lost | None = None
         groups.on_close.append(self._notify)
-        for peer in self._heard:
-            name = f"exchange-listen-{peer}"
-            threading.Thread(target=self._listen, args=(peer,), name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(
+                target=self._listen, args=(peer,), name=f"exchange-listen-{peer}", daemon=True
+            )
+            for peer in self._heard
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def lost(self) -> Lost | None:
@@ -57,6 +62,13 @@ class Listeners:
         """A peer has announced something, or the epoch is over."""
         with self._changed:
             return self._has_news()
+
+    def join(self, limit_s: float) -> None:
+        """Waits for the threads to end; the epoch has been closed. A process that exits while one
+        is still inside gloo is aborted by the C++ runtime."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(limit_s)
 
     def collect(self, step: int, parked: bool = False) -> list[Opening]:
         """One opening of every peer, or a single farewell. Raises ExchangeError.

@@ -228,6 +228,7 @@ class MeshExchange:
         with contextlib.suppress(ExchangeError):
             self._control.leave()
         self._groups.close()
+        self._control.listeners.join(1.0)
 
     def abort(self, reason: str) -> None:
         """Breaks the epoch at once, from any thread: every wait on every rank fails.

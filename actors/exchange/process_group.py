@@ -44,7 +44,7 @@ class Where:
         return ExchangeError(self.peer, self.layer, self.phase, self.step, reason)
 
 
-def open_store(host: str, _limit_s: float = 0.0) -> tuple[Rendezvous, tuple[str, int]]:
+def open_store(host: str) -> tuple[Rendezvous, tuple[str, int]]:
     """Starts the meeting point of an epoch. Keep the object until all ranks have met."""
     rendezvous = Rendezvous(host)
     return rendezvous, rendezvous.address

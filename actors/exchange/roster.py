@@ -23,7 +23,7 @@ class Roster:
     """Ranks 0..attention-1 are attention replicas, the next `experts` ranks are expert actors.
 
     placed: absolute layer number -> per expert actor, its experts.
-    store: host and port of the TCPStore on rank 0's node.
+    store: host and port of the rendezvous, in rank 0's process.
     version: of `placed`; the epoch's first step uses it unless all ranks know a newer one.
     """
 

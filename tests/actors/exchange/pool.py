@@ -13,7 +13,7 @@ from torch import Tensor
 from expertmesh.actors.exchange.base import Exchange
 from expertmesh.actors.exchange.elastic import ElasticExchange
 from expertmesh.actors.exchange.process_group import open_store
-from expertmesh.actors.exchange.roster import Roster, Routing
+from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.serve import MeshServer
 from tests.actors.exchange.toy import HOST, Rows, Shape, ToyBank, in_threads
 
@@ -70,8 +70,6 @@ class Pool:
         self.epochs: list[Epoch] = []
         self.woken = [threading.Event() for _ in range(shape.attention)]
         self.replicas = [self._replica(event) for event in self.woken]
-        everything = dict.fromkeys(shape.layers, range(shape.num_experts))
-        self.full = ToyBank(everything, shape.num_experts, shape.width)
 
     def _replica(self, event: threading.Event) -> ElasticExchange:
         return ElasticExchange(self.hold_s, event.set)
@@ -131,10 +129,6 @@ class Pool:
         self.switch(epoch)
         return epoch
 
-    def route(self, routing: Routing) -> None:
-        for replica in self.replicas:
-            replica.route(routing)
-
     def expected(self, parts: Sequence[Rows]) -> list[Tensor]:
         oracle = self.shape.oracle(self.epochs[0].roster)
         return walk(oracle, self.shape.layers, parts)
@@ -146,6 +140,10 @@ class Pool:
             for thread in epoch.threads:
                 thread.join(10)
                 assert not thread.is_alive(), f"epoch {epoch.roster.epoch}: an expert did not end"
+        for thread in threading.enumerate():
+            if thread.name.startswith("exchange-listen"):
+                thread.join(10)
+                assert not thread.is_alive(), "a listener did not end"
 
     def __enter__(self) -> "Pool":
         return self

@@ -4,7 +4,7 @@ import pytest
 
 from tests.actors.exchange.storm import Storm
 
-STORMS = [(4, 3000), (6, 3000), (8, 3000)]
+STORMS = [(4, 5000), (6, 2500), (8, 1500)]
 STORMS_OF = [("direct", *storm) for storm in STORMS] + [("exact", 6, 500), ("padded", 6, 500)]
 
 
