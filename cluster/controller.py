@@ -42,6 +42,8 @@ TICK_S = 0.25
 # Attempts to make an epoch of the same workers before the mesh counts as unable to.
 ATTEMPTS = 4
 RETRY_S = 2.0
+# So many breaks without a loss in so many seconds are some request's fault.
+BREAKS, BREAKS_S = 4, 30.0
 # How long a leaving attention replica may go on with requests that do not move.
 DRAIN_S = 10.0
 
@@ -85,6 +87,7 @@ class Controller:
         self._tries: dict[str, int] = {}  # attempts to replace the lost worker of a seat
         self._given_up: dict[str, Kind] = {}  # seats left alone for a while, after many attempts
         self._leaving: set[Worker] = set()
+        self._breaks: list[float] = []  # when epochs broke without a loss
         self._released: list[Worker] = []  # they end as soon as there is an epoch without them
         self._bundles = {worker.seat: worker.bundle for worker in mesh.workers}
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -209,8 +212,7 @@ class Controller:
             self._lose(event.worker, event.reason)
         elif isinstance(event, EpochBroken):
             if event.epoch == self.mesh.epoch.number and self.status.state == "ready":
-                self._dirty = True
-                self._enter("recovering", event.reason)
+                self._mend(event.reason)
         elif isinstance(event, Joined):
             self._join(event.worker)
         elif isinstance(event, NotJoined):
@@ -239,6 +241,19 @@ class Controller:
             self._crew.give_back(self._bundles.pop(worker.seat))
         else:
             self._tries.setdefault(worker.seat, 0)
+
+    def _mend(self, reason: str) -> None:
+        """The epoch broke with everybody alive. When that goes on, it is not the connections: some
+        request breaks whatever computes it, and must not be sent into every next epoch."""
+        now = time.monotonic()
+        self._breaks = [at for at in self._breaks if now - at < BREAKS_S] + [now]
+        if len(self._breaks) >= BREAKS:
+            self._breaks = []
+            why = f"{BREAKS} epochs in a row broke without a lost process, the last one: {reason}"
+            for worker in self.mesh.attention:
+                worker.handle.give_up.remote(why)
+        self._dirty = True
+        self._enter("recovering", reason)
 
     def _join(self, worker: Worker) -> None:
         self._filling.pop(worker.seat, None)

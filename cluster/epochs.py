@@ -35,7 +35,7 @@ def form(
             (store,) = crew.ask(attention[:1], [opened], "open a store", meet_s)
         epoch = Epoch(number, *members, placement, store, version)
         # The whole placement, once instead of per actor.
-        roster = crew.share(epoch.roster()) if experts else None
+        roster = crew.share(epoch.roster(meet_s)) if experts else None
         calls = [worker.handle.prepare.remote(roster, r) for r, worker in enumerate(everybody)]
         crew.ask(everybody, calls, f"join epoch {number}", meet_s)
     except CrewError:

@@ -64,10 +64,10 @@ class Epoch:
     def members(self) -> tuple[Member, ...]:
         return self.attention + self.experts
 
-    def roster(self) -> Roster:
-        """What the members' exchange needs to know."""
+    def roster(self, meet_s: float | None = None) -> Roster:
+        """What the members' exchange needs to know. meet_s: how long they wait for one another."""
         counts = len(self.attention), len(self.experts)
-        return Roster(self.number, *counts, self.placement.held, self.store, self.version)
+        return Roster(self.number, *counts, self.placement.held, self.store, self.version, meet_s)
 
     def routing(self) -> Routing:
         return Routing(self.version, self.placement.held)

@@ -67,7 +67,8 @@ class Groups:
         self._closing = threading.Lock()
         self.on_close: list[Callable[[], None]] = []
         self.verdict: str | None = None
-        limit = self.join_deadline = timedelta(seconds=settings.join_deadline_s)
+        meet_s = settings.join_deadline_s if roster.meet_s is None else roster.meet_s
+        limit = self.join_deadline = timedelta(seconds=meet_s)
         where = Where(rank, -1, "join", -1)
         name = roster.name(rank)
         store: RendezvousStore | None = None

@@ -25,6 +25,7 @@ class Roster:
     placed: absolute layer number -> per expert actor, its experts.
     store: host and port of the rendezvous, in rank 0's process.
     version: of `placed`; the epoch's first step uses it unless all ranks know a newer one.
+    meet_s: all ranks must have met within so long; unset: the exchange settings say.
     """
 
     epoch: int
@@ -33,6 +34,7 @@ class Roster:
     placed: Placed
     store: tuple[str, int]
     version: int = 0
+    meet_s: float | None = None
 
     @property
     def size(self) -> int:

@@ -104,6 +104,18 @@ def test_a_broken_epoch_of_living_workers_is_made_again(make: Any) -> None:
     assert mesh.mesh.epoch.number == 1
 
 
+def test_epochs_that_keep_breaking_end_the_requests_in_them(make: Any) -> None:
+    mesh = make()
+    for number in range(4):
+        assert all(worker.handle.given_up == [] for worker in mesh.mesh.attention)
+        mesh.post(EpochBroken(number, "expert 1: ValueError"))
+        mesh.settle(lambda number=number: mesh.mesh.epoch.number == number + 1)
+    for worker in mesh.mesh.attention:
+        (reason,) = worker.handle.given_up
+        assert "4 epochs in a row" in reason and "expert 1: ValueError" in reason
+    mesh.check()
+
+
 def test_a_join_that_fails_leaves_the_old_epoch_serving(make: Any) -> None:
     mesh = make()
     mesh.controller.scale(experts=4, attention=None)

@@ -30,6 +30,7 @@ class FakeHandle:
         self.dead = False
         self.deaf = False  # alive, but takes no new routing
         self.met: list[int] = []
+        self.given_up: list[str] = []
         self.epoch = self.version = -1
         self.held: dict[int, set[int]] = {}
         self.adopted, self.adopts = 0, 10**9  # copies taken, and how many go well
@@ -67,6 +68,9 @@ class FakeHandle:
 
     def _retire(self, below: int) -> None:
         self.epoch = below
+
+    def _give_up(self, reason: str) -> None:
+        self.given_up.append(reason)
 
     def _abort_epoch(self, epoch: int, reason: str) -> None: ...
 
