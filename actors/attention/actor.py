@@ -199,7 +199,7 @@ class AttentionActor:
         Returns an older version when the epoch ends before, or after FLIP_S.
         """
         epoch, end = self._elastic.epoch, time.monotonic() + FLIP_S
-        self._elastic.route(routing)
+        await asyncio.to_thread(self._elastic.route, routing)  # tables of many layers take a while
         while self._elastic.version < routing.version and time.monotonic() < end:
             if self._elastic.epoch != epoch or self._elastic.broken is not None:
                 break
