@@ -99,16 +99,17 @@ class Assembly:
             ]
             self._crew.ask(asked, calls, verb.replace("_", " "), self._settings.load_timeout_s)
 
+        # Known before it is done: if this attempt ends half-way, the next one must neither rely on
+        # a copy that may be gone nor forget one that may have come.
+        self.ranks.drop(recovery.drops)
+        for rank, share in recovery.loads.items():
+            workers[rank].held = _with(workers[rank].held, share)
         ask("drop", recovery.drops, self._version)
         ask("load_more", recovery.loads)
         self.reloaded += recovery.orphans
         self.ranks.placement = recovery.placement
         for rank, worker in enumerate(workers):
-            kept = recovery.placement.of_actor(rank)
-            worker.held = {
-                layer: tuple(dict.fromkeys((*worker.held.get(layer, ()), *ids)))
-                for layer, ids in kept.items()
-            }
+            worker.held = _with(worker.held, recovery.placement.of_actor(rank))
 
     def _free_unplaced(self) -> None:
         """Copies that the placement does not name any more."""
@@ -158,3 +159,8 @@ class Assembly:
     def share(self, loads: Mapping[int, Any] | None, promised: Sequence[Share]) -> Share:
         """What the next expert actor to join should load; see share_of_newcomer."""
         return share_of_newcomer(self.ranks, self.slots, loads, promised)
+
+
+def _with(held: Share, more: Mapping[int, Sequence[int]]) -> Share:
+    added = {layer: (*held.get(layer, ()), *ids) for layer, ids in more.items()}
+    return held | {layer: tuple(dict.fromkeys(ids)) for layer, ids in added.items()}

@@ -19,6 +19,7 @@ from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.balancing.recovery import NoCapacity
 from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.directory import Directory, ScaleError
+from expertmesh.cluster.epochs import HalfMoved
 from expertmesh.cluster.events import (
     Drained,
     EpochBroken,
@@ -46,6 +47,8 @@ RETRY_S = 2.0
 BREAKS, BREAKS_S = 4, 30.0
 # How long a leaving attention replica may go on with requests that do not move.
 DRAIN_S = 10.0
+# More attention replicas than this are a slip of the finger.
+MOST_REPLICAS = 1000
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Controller:
         self.loads: Mapping[int, Any] | None = None  # layer -> hits [E], once there was traffic
         self.counts, self.last_error = Counts(), ""
         self.status = Status()
+        self._cause = ""  # what the present trouble began with, or was last
         self._dirty = False  # the epoch is not what the workers here should be
         self._desired: dict[Kind, int] = {
             "attention": len(mesh.attention),
@@ -87,6 +91,7 @@ class Controller:
         self._tries: dict[str, int] = {}  # attempts to replace the lost worker of a seat
         self._given_up: dict[str, Kind] = {}  # seats left alone for a while, after many attempts
         self._leaving: set[Worker] = set()
+        self._dying: set[Worker] = set()  # the watch has ended them; the loss is in the inbox
         self._breaks: list[float] = []  # when epochs broke without a loss
         self._released: list[Worker] = []  # they end as soon as there is an epoch without them
         self._bundles = {worker.seat: worker.bundle for worker in mesh.workers}
@@ -96,7 +101,7 @@ class Controller:
         self._recruits = Recruits(settings, crew, self.post, self._share)
         self._watch = Watch(
             settings.watch,
-            lambda worker, why: self.post(WorkerLost(worker, why)),
+            self._report,
             lambda epoch, why: self.post(EpochBroken(epoch, why)),
         )
         self._watch.follow(mesh.workers)
@@ -107,6 +112,13 @@ class Controller:
     def post(self, event: Event) -> None:
         """From any thread."""
         self._inbox.put(event)
+
+    def _report(self, worker: Worker, reason: str) -> None:
+        """From the watch's thread. The control thread may be waiting for this very worker: its
+        calls fail as soon as it has ended."""
+        self._dying.add(worker)
+        self.post(WorkerLost(worker, reason))
+        self._end([worker])
 
     def stop(self) -> None:
         """No decision is taken any more. The workers are the caller's to end."""
@@ -138,6 +150,9 @@ class Controller:
                 self._check_experts(experts)
             if attention is not None and attention < 1:
                 raise ScaleError(f"attention {attention}: at least 1 replica", "attention")
+            if attention is not None and attention > MOST_REPLICAS:
+                most = f"at most {MOST_REPLICAS} replicas"
+                raise ScaleError(f"attention {attention}: {most}", "attention")
             if dry_run:
                 return
             if experts is not None:
@@ -148,6 +163,8 @@ class Controller:
                 self._desired["attention"] = attention
             self._given_up.clear()  # whoever asks again means it
             self._tries = dict.fromkeys(self._tries, 0)
+            # Fewer actors may have more slots each, and then those that are left are enough.
+            self._dirty = self._dirty or self.status.state == "unserviceable"
         self.post(Retry())
 
     def _check_experts(self, wanted: int) -> None:
@@ -218,15 +235,24 @@ class Controller:
         elif isinstance(event, NotJoined):
             self._miss(event.kind, event.seat, event.reason, final=True)
         elif isinstance(event, TryAgain):
-            self._given_up.pop(event.seat, None)
-            self._tries[event.seat] = 0
+            if self._given_up.pop(event.seat, None) is not None:
+                self._tries[event.seat] = 0
         elif isinstance(event, Drained) and event.worker in self._leaving:
-            self._leaving.discard(event.worker)
-            self.mesh.remove(event.worker)
-            self._released.append(event.worker)
-            self._dirty = True
+            self._let_go(event)
+
+    def _let_go(self, event: Drained) -> None:
+        """While others are missing, one who was to leave may be who the mesh lives on."""
+        if self.status.state != "ready":
+            self._post_later(RETRY_S, event)
+            return
+        self._leaving.discard(event.worker)
+        self.mesh.remove(event.worker)
+        self._released.append(event.worker)
+        self._dirty = True
 
     def _lose(self, worker: Worker, reason: str) -> None:
+        ended = worker in self._dying
+        self._dying.discard(worker)
         if worker not in self.mesh.workers:
             return
         why = f"{worker} {reason}"
@@ -235,10 +261,11 @@ class Controller:
         self.mesh.abort_epoch(why)
         self._dirty = True
         self._enter("recovering", why)
-        self._end([worker])  # a stopped process must not come back
+        if not ended:
+            self._end([worker])  # a stopped process must not come back
         if worker in self._leaving:
             self._leaving.discard(worker)
-            self._crew.give_back(self._bundles.pop(worker.seat))
+            self._vacate(worker.seat)
         else:
             self._tries.setdefault(worker.seat, 0)
 
@@ -270,9 +297,10 @@ class Controller:
         self.last_error = f"{seat}: {reason}"
         _log.warning("%s", self.last_error)
         if seat not in self._tries:
-            self._desired[kind] -= 1  # a wish that did not come true is withdrawn
-            if seat in self._bundles:
-                self._crew.give_back(self._bundles.pop(seat))
+            # A wish that did not come true is withdrawn, unless it has been already.
+            if self._short(kind) > len(self._owed(kind)):
+                self._desired[kind] -= 1
+            self._vacate(seat)
             return
         self._tries[seat] += 1
         if final or self._tries[seat] > self.settings.recovery.restarts:
@@ -283,19 +311,22 @@ class Controller:
 
     def _repair(self) -> None:
         """Makes the present workers one epoch that holds every expert, if they can."""
-        began = time.monotonic()
-        for _ in range(ATTEMPTS):
+        began, failure = time.monotonic(), ""
+        for attempt in range(ATTEMPTS):
             self._hear_losses()
             joining = len(self.mesh.newcomers)
             try:
                 self.mesh.form()
             except NoCapacity as error:
                 self._dirty = False  # until somebody joins
-                self._enter("unserviceable", f"{error} ({self.status.reason})")
+                self._enter("unserviceable", self._because(str(error)))
                 return
             except CrewError as error:
-                _log.warning("no new epoch: %s", error)
-                if self._back_out(str(error)):
+                failure = str(error)
+                _log.warning("no new epoch: %s", failure)
+                if isinstance(error, HalfMoved):
+                    self._catch_up(error, attempt)
+                if self._back_out(failure):
                     continue
                 return
             self.counts.joins += joining
@@ -306,8 +337,20 @@ class Controller:
             self._enter("ready", "")
             self._settle()
             return
-        self._enter("unserviceable", f"the actors do not come together ({self.status.reason})")
+        if self.status.state != "ready":  # else the epoch before is as good as it was
+            apart = f"the actors do not come together: {failure}"
+            self._enter("unserviceable", self._because(apart))
         self._post_later(RETRY_S, Retry())
+
+    def _catch_up(self, error: HalfMoved, attempt: int) -> None:
+        """Those who have moved and those who have not need one epoch again. Who stays behind a
+        second time is lost."""
+        if self.status.state == "ready":
+            self._enter("recovering", str(error))
+        if attempt > 0:
+            for worker in error.behind:
+                if worker not in self.mesh.newcomers:
+                    self._lose(worker, "does not move to the next epoch")
 
     def _hear_losses(self) -> None:
         """Whoever else was lost meanwhile must not be waited for."""
@@ -340,21 +383,47 @@ class Controller:
     def _reconcile(self) -> None:
         kinds: tuple[Kind, Kind] = ("attention", "expert")
         for kind in kinds:
-            here = [w for w in self.mesh.workers if w.kind == kind and w not in self._leaving]
-            coming = [*self._filling.values(), *self._given_up.values()].count(kind)
-            missing = self._desired[kind] - len(here) - coming
+            here, coming = self._here(kind), self._coming(kind)
+            missing = self._short(kind)
+            leaving = [w for w in self.mesh.workers if w.kind == kind and w in self._leaving]
+            for worker in leaving[: max(0, missing)]:
+                self._leaving.discard(worker)  # it is here already
+                missing -= 1
             for _ in range(missing):
                 self._fill(kind)
+            for seat in self._owed(kind):  # fewer are wanted than when its worker was lost
+                del self._tries[seat]
+                self._vacate(seat)
             if missing < 0 and here and not coming and self.status.state == "ready":
                 self._leave(here[-1])
 
+    def _here(self, kind: Kind) -> list[Worker]:
+        return [w for w in self.mesh.workers if w.kind == kind and w not in self._leaving]
+
+    def _coming(self, kind: Kind) -> int:
+        return [*self._filling.values(), *self._given_up.values()].count(kind)
+
+    def _short(self, kind: Kind) -> int:
+        """How many more are wanted than are here or on their way; negative: fewer."""
+        return self._desired[kind] - len(self._here(kind)) - self._coming(kind)
+
+    def _taken(self) -> set[str]:
+        """Seats with somebody in them, or on the way there, or that are left alone."""
+        here = {worker.seat for worker in [*self.mesh.workers, *self._released]}
+        return here | self._filling.keys() | self._given_up.keys()
+
+    def _owed(self, kind: Kind) -> list[str]:
+        """Seats whose worker was lost and that nobody has been called for."""
+        taken = self._taken()
+        return [seat for seat in self._tries if seat.startswith(f"{kind}-") and seat not in taken]
+
     def _fill(self, kind: Kind) -> None:
-        taken = {worker.seat for worker in self.mesh.workers}
-        taken |= self._filling.keys() | self._given_up.keys()
-        seat = next(s for i in range(len(taken) + 1) if (s := f"{kind}-{i}") not in taken)
+        taken, owed = self._taken(), self._owed(kind)
+        free = (s for i in range(len(taken) + 1) if (s := f"{kind}-{i}") not in taken)
+        seat = owed[0] if owed else next(free)
         bundle = self._bundles.get(seat)
-        # A seat with a bundle had somebody in it: that one is replaced with patience.
-        attempts = 1 if bundle is None else 1 + self.settings.recovery.restarts
+        # Who was lost is replaced with patience.
+        attempts = 1 + self.settings.recovery.restarts if seat in self._tries else 1
         self._filling[seat] = kind
         self._recruits.fill(kind, seat, bundle, attempts)
 
@@ -367,7 +436,8 @@ class Controller:
 
     def _share(self, seat: str) -> Share:
         with self.lock:
-            share = self.mesh.share(self.loads, list(self._promised.values()))
+            others = [share for other, share in self._promised.items() if other != seat]
+            share = self.mesh.share(self.loads, others)
             self._promised[seat] = share
             return share
 
@@ -378,7 +448,13 @@ class Controller:
         released, self._released = self._released, []
         self._end(released)
         for worker in released:
-            self._crew.give_back(self._bundles.pop(worker.seat))
+            self._vacate(worker.seat)
+
+    def _vacate(self, seat: str) -> None:
+        """Gives the seat's place back. One that cannot be freed waits for the next in this seat."""
+        bundle = self._bundles.get(seat)
+        if bundle is not None and self._crew.give_back(bundle):
+            del self._bundles[seat]
 
     def _end(self, workers: list[Worker]) -> None:
         if workers:
@@ -393,22 +469,27 @@ class Controller:
 
     def _enter(self, state: str, reason: str) -> None:
         old = self.status
+        if state in ("ready", "recovering"):
+            self._cause = reason
         if (state, reason) != (old.state, old.reason):
             trouble_goes_on = "ready" not in (state, old.state)
             since = old.since if trouble_goes_on else time.monotonic()
             self.status = Status(state, reason, since)
             self._publish()
 
+    def _because(self, trouble: str) -> str:
+        return f"{trouble} ({self._cause})" if self._cause else trouble
+
     def _publish(self) -> None:
-        status = self.status
-        patient = time.monotonic() - status.since < self.settings.recovery.grace_s
-        serving = status.state == "ready" or (status.state == "recovering" and patient)
-        replicas = tuple(
-            (worker.seat, worker.member.name)
-            for worker in tuple(self.mesh.attention)
-            if worker not in self._leaving
-        )
-        with self._published:
+        with self._published:  # so that nobody overwrites what is newer
+            status = self.status
+            patient = time.monotonic() - status.since < self.settings.recovery.grace_s
+            serving = status.state == "ready" or (status.state == "recovering" and patient)
+            replicas = tuple(
+                (worker.seat, worker.member.name)
+                for worker in tuple(self.mesh.attention)
+                if worker not in self._leaving
+            )
             old = self._directory
             new = Directory(old.version, replicas, serving, "" if serving else status.reason)
             if new != old:

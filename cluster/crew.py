@@ -70,12 +70,15 @@ class Crew:
             self._groups.append(group)
         return [Place(kind, seat, Bundle(group, index)) for index, (kind, seat) in enumerate(kinds)]
 
-    def give_back(self, bundle: Bundle) -> None:
-        """Frees the place of a seat that is given up, if it has a group of its own."""
-        if len(placement_group_table(bundle.group)["bundles"]) == 1:
-            with self._lock:
-                self._groups = [group for group in self._groups if group is not bundle.group]
-            ray_cluster.release(bundle.group)
+    def give_back(self, bundle: Bundle) -> bool:
+        """Frees the place of a seat that is given up, if it has a group of its own. False: Ray
+        frees a group only as a whole, so this place stays reserved."""
+        if len(placement_group_table(bundle.group)["bundles"]) > 1:
+            return False
+        with self._lock:
+            self._groups = [group for group in self._groups if group is not bundle.group]
+        ray_cluster.release(bundle.group)
+        return True
 
     # --- processes ----------------------------------------------------------------------------
 
@@ -88,6 +91,9 @@ class Crew:
         nodes = ray_cluster.nodes()
         by_id = {node.id: node for node in nodes}
         homes = [_home(place.bundle) for place in places]
+        for place, home in zip(places, homes, strict=True):
+            if home not in by_id:
+                raise CrewError(f"the place of {place.seat} is on no live node")
         threads = threads_by_rank(homes, nodes) if together else [1] * len(places)
         if settings.threads_per_actor is not None:
             threads = [settings.threads_per_actor] * len(places)

@@ -2,12 +2,21 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 from ray.exceptions import RayError
 
 from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.membership import Epoch, Worker
 from expertmesh.cluster.placement import Placement
+
+
+class HalfMoved(CrewError):
+    """Some attention ranks are in the new epoch and some are not: neither epoch works any more."""
+
+    def __init__(self, message: str, behind: Sequence[Worker]) -> None:
+        super().__init__(message)
+        self.behind = tuple(behind)
 
 
 def form(
@@ -24,7 +33,7 @@ def form(
     Until all have met, the present epoch goes on serving, and a failure leaves it as it was. Then
     each attention rank moves to the new one and sends again what it had in flight in the old one.
     version: of the routing that the placement is. Numbers and versions only ever grow. Raises
-    CrewError.
+    CrewError; HalfMoved when the present epoch is not as it was.
     """
     everybody = [*attention, *experts]
     members = tuple(w.member for w in attention), tuple(w.member for w in experts)
@@ -45,7 +54,19 @@ def form(
         raise
     # No way back from here: whoever does not follow has to be left behind in the next one.
     calls = [worker.handle.switch.remote(number) for worker in attention]
-    crew.ask(attention, calls, f"move to epoch {number}", meet_s)
+    try:
+        crew.ask(attention, calls, f"move to epoch {number}", meet_s)
+    except CrewError as error:
+        behind = [w for w, call in zip(attention, calls, strict=True) if not _done(crew, w, call)]
+        raise HalfMoved(str(error), behind) from error
     for worker in experts:
         worker.handle.retire.remote(number)
     return epoch
+
+
+def _done(crew: Crew, worker: Worker, call: Any) -> bool:
+    try:
+        crew.ask([worker], [call], "move", 0.0)
+    except CrewError:
+        return False
+    return True

@@ -12,6 +12,7 @@ from expertmesh.cluster.mover import Mover
 
 Wish = int | str | None
 _RELATIVE = re.compile(r"[+-]\d{1,4}")
+_NUMBER = re.compile(r"\d{1,9}")
 
 
 def status(controller: Controller, mover: Mover) -> dict[str, Any]:
@@ -64,12 +65,13 @@ def scale(controller: Controller, experts: Wish, attention: Wish, dry_run: bool)
     """
     if experts is None and attention is None:
         raise ScaleError("give experts or attention", "experts")
-    before = controller.desired()
-    wanted: dict[Kind, int | None] = {
-        "expert": _number(experts, before["expert"], "experts"),
-        "attention": _number(attention, before["attention"], "attention"),
-    }
-    controller.scale(wanted["expert"], wanted["attention"], dry_run)
+    with controller.lock:  # of two "+1" at the same time, each counts
+        before = controller.desired()
+        wanted: dict[Kind, int | None] = {
+            "expert": _number(experts, before["expert"], "experts"),
+            "attention": _number(attention, before["attention"], "attention"),
+        }
+        controller.scale(wanted["expert"], wanted["attention"], dry_run)
     after = {kind: before[kind] if new is None else new for kind, new in wanted.items()}
     return {
         "dry_run": dry_run,
@@ -107,6 +109,6 @@ def _number(wish: Wish, now: int, field: str) -> int | None:
         return wish
     if isinstance(wish, str) and _RELATIVE.fullmatch(wish):
         return now + int(wish)
-    if isinstance(wish, str) and wish.isdecimal():
+    if isinstance(wish, str) and _NUMBER.fullmatch(wish):
         return int(wish)
     raise ScaleError(f'{field}: a number or a change like "+1", not {wish!r}', field)

@@ -1,7 +1,7 @@
 """Who holds what, maybe with gaps: the expert ranks of a mesh, in an epoch or before the next."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,6 +51,17 @@ class ExpertRanks:
         self.workers.append(worker)
         held = {
             layer: (*actors, tuple(worker.held.get(layer, ())))
+            for layer, actors in self.placement.held.items()
+        }
+        self.placement = Placement(held)
+
+    def drop(self, copies: Mapping[int, Mapping[int, Sequence[int]]]) -> None:
+        """rank -> layer -> experts that it has no more."""
+        held = {
+            layer: tuple(
+                tuple(e for e in ids if e not in copies.get(rank, {}).get(layer, ()))
+                for rank, ids in enumerate(actors)
+            )
             for layer, actors in self.placement.held.items()
         }
         self.placement = Placement(held)

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from expertmesh.actors.attention.actor import ReplicaStats
-from expertmesh.cluster.crew import Crew, CrewError, Place
+from expertmesh.cluster.crew import Crew, Place
 from expertmesh.cluster.events import Drained, Event, Joined, NotJoined
 from expertmesh.cluster.membership import Bundle, Kind, Worker
 from expertmesh.cluster.ranks import Share
@@ -61,8 +61,8 @@ class Recruits:
                     limit = self._settings.placement_timeout_s
                     bundle = self._crew.reserve([(kind, seat)], limit)[0].bundle
                 worker = self._bring_up(Place(kind, seat, bundle))
-            except (CrewError, RayError, TimeoutError, ValueError, OSError) as error:
-                reason = str(error)
+            except Exception as error:  # whatever it is, the seat must not stay promised for ever
+                reason = str(error) or type(error).__name__
                 _log.warning("%s, attempt %d of %d: %s", seat, attempt + 1, attempts, reason)
                 continue
             if self._stopping.is_set():

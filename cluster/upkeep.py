@@ -112,7 +112,8 @@ class Upkeep:
         controller, settings = self._controller, self._settings.rebalance
         with controller.lock:
             epoch, slots = controller.mesh.epoch, controller.mesh.slots
-            workers, leaving = controller.mesh.ranks.workers, self._leaving_ranks()
+            # A copy: the list itself changes when one is lost, and ranks mean others then.
+            workers, leaving = list(controller.mesh.ranks.workers), self._leaving_ranks()
         needed = self._asked.is_set() or bool(leaving) or epoch.number != self._planned_for
         self._asked.clear()
         self._looked = time.monotonic()
@@ -121,8 +122,8 @@ class Upkeep:
         except BalanceError as error:
             _log.warning("no plan: %s", error)
             return
-        if plan is None:
-            return
+        if plan is None or plan.old.actors != len(workers):
+            return  # nothing to do, or the ranks have changed since
         if (needed or plan.before > settings.trigger) and (plan.moves or plan.drops):
             self.mover.carry_out(plan, epoch.number, workers, slots)
         self._planned_for = epoch.number

@@ -86,6 +86,7 @@ class AttentionActor:
         self._stores: dict[int, object] = {}
         self._elastic = ElasticExchange(hold_s, self._wake)
         self._loop: EngineLoop | None = None
+        self._starting = asyncio.Lock()  # one engine drives the exchange, however often it is asked
         self._boxes: Outboxes | None = None
         self._decode = msgspec.msgpack.Decoder(list[GenerateRequest]).decode
 
@@ -175,8 +176,9 @@ class AttentionActor:
             await asyncio.to_thread(self._elastic.switch, epoch)
             for old in [number for number in self._stores if number < epoch]:
                 del self._stores[old]
-        if self._loop is None or self._loop.failed is not None:
-            await self._start_engine()
+        async with self._starting:
+            if self._loop is None or self._loop.failed is not None:
+                await self._start_engine()
 
     async def _start_engine(self) -> None:
         model, counts, old = self._model, self._counts, self._loop

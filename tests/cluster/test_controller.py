@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from expertmesh.cluster.crew import CrewError
 from expertmesh.cluster.directory import ScaleError
-from expertmesh.cluster.events import Drained, EpochBroken
+from expertmesh.cluster.events import Drained, EpochBroken, Joined
 from expertmesh.cluster.placement import Placement
 from expertmesh.cluster.settings import RecoverySettings
 from tests.support.fake_workers import FakeMesh
@@ -199,6 +200,7 @@ def test_wishes_that_cannot_be_met_are_refused_with_the_field(make: Any) -> None
         (1, None, "experts", "8 experts per layer fit 2 to 8 actors"),
         (9, None, "experts", "fit 2 to 8 actors"),
         (None, 0, "attention", "at least 1 replica"),
+        (None, 1001, "attention", "at most 1000 replicas"),
     ):
         with pytest.raises(ScaleError, match=text) as caught:
             mesh.controller.scale(experts, attention)
@@ -206,6 +208,141 @@ def test_wishes_that_cannot_be_met_are_refused_with_the_field(make: Any) -> None
     mesh.controller.scale(experts=5, attention=None, dry_run=True)
     mesh.settle()
     assert mesh.controller.desired()["expert"] == 3
+
+
+def test_a_newcomer_that_does_not_move_does_not_take_the_others_with_it(make: Any) -> None:
+    mesh = make()
+    mesh.controller.scale(experts=None, attention=3)
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
+    kind, seat, bundle, _ = mesh.recruits.wanted.pop()
+    worker = mesh.make(kind, seat, {}, bundle)
+    worker.handle.stays = True
+    mesh.post(Joined(worker))
+    mesh.settle(lambda: mesh.controller.counts.failed_joins == 1 and state(mesh) == "ready")
+    mesh.check()  # the others had left epoch 0: they need another one
+    assert mesh.mesh.epoch.number == 2 and mesh.controller.desired()["attention"] == 2
+
+
+def test_who_does_not_move_a_second_time_is_lost(make: Any) -> None:
+    mesh = make()
+    first, second = mesh.mesh.attention
+    second.handle.stays = True
+    mesh.post(EpochBroken(0, "connection closed by peer"))
+    mesh.settle(lambda: mesh.mesh.attention == [first] and state(mesh) == "ready")
+    mesh.check()
+    assert second in mesh.crew.ended
+    assert [seat for _, seat, _, _ in mesh.recruits.wanted] == ["attention-1"]
+
+
+@pytest.mark.parametrize(("kind", "here"), [("attention", 1), ("expert", 2)])
+def test_a_wish_taken_back_is_not_taken_back_again_when_it_fails(
+    make: Any, kind: str, here: int
+) -> None:
+    mesh = make(attention=1, experts=2)
+    argument = "attention" if kind == "attention" else "experts"
+    for wanted in (here + 2, here):
+        mesh.controller.scale(**{"experts": None, "attention": None, argument: wanted})
+        mesh.settle(lambda: len(mesh.recruits.wanted) == 2)
+    mesh.recruits.fail()
+    mesh.recruits.fail()
+    mesh.settle(lambda: mesh.controller.counts.failed_joins == 2)
+    assert mesh.controller.desired()[kind] == here
+    assert not mesh.controller.leaving() and not mesh.recruits.wanted
+
+
+def test_a_loss_while_experts_are_read_again_leaves_nothing_believed_that_is_gone(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = make(slots_per_actor=4, experts=4)
+    held = dict.fromkeys((1, 2), ((0, 1, 2, 3), (4, 5, 2, 3), (6, 7, 0, 1), (4, 5, 0, 1)))
+    for rank, worker in enumerate(mesh.mesh.ranks.workers):
+        worker.handle.held = {layer: set(actors[rank]) for layer, actors in held.items()}
+        worker.held = {layer: actors[rank] for layer, actors in held.items()}
+    assert mesh.controller.flip(0, Placement(held))
+    ask, (_, _, third, fourth) = mesh.crew.ask, tuple(mesh.mesh.ranks.workers)
+
+    def interrupted(workers: Any, calls: Any, what: str, limit: float) -> Any:
+        if what == "load more" and not fourth.handle.dead:
+            mesh.kill(fourth)  # copies have made room by now, some of them had their other one here
+            raise CrewError("dead")
+        return ask(workers, calls, what, limit)
+
+    monkeypatch.setattr(mesh.crew, "ask", interrupted)
+    mesh.kill(third)
+    mesh.settle(lambda: state(mesh) == "ready" and len(mesh.mesh.ranks.workers) == 2)
+    mesh.check()
+    for rank, worker in enumerate(mesh.mesh.ranks.workers):
+        placed = mesh.mesh.ranks.placement.of_actor(rank)
+        assert worker.handle.held == {layer: set(ids) for layer, ids in placed.items()}
+
+
+def test_a_place_that_cannot_be_freed_is_used_again(make: Any) -> None:
+    mesh = make()
+    leaving = mesh.mesh.attention[1]
+    mesh.crew.shared.add(leaving.bundle.group)
+    mesh.controller.scale(experts=None, attention=1)
+    mesh.settle(lambda: mesh.recruits.draining == [leaving])
+    mesh.post(Drained(leaving))
+    mesh.settle(lambda: mesh.mesh.epoch.number == 1)
+    mesh.controller.scale(experts=None, attention=2)
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
+    assert mesh.recruits.wanted[0] == ("attention", "attention-1", leaving.bundle, 1)
+
+
+def test_a_departure_that_cannot_be_finished_leaves_the_old_epoch_serving(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = make()
+    mesh.controller.scale(experts=None, attention=1)
+    mesh.settle(lambda: len(mesh.recruits.draining) == 1)
+
+    def refuse(*arguments: Any) -> None:
+        raise CrewError("not all have come")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh.mesh, "_form", refuse)
+        mesh.post(Drained(mesh.recruits.draining[0]))
+        mesh.settle(lambda: len(mesh.mesh.attention) == 1)
+        assert state(mesh) == "ready" and mesh.mesh.epoch.number == 0
+        assert mesh.controller.directory(-1, 0).serving
+        assert mesh.recruits.draining[0] not in mesh.crew.ended
+    mesh.settle(lambda: mesh.mesh.epoch.number == 1)
+    mesh.check()
+
+
+def test_who_was_to_leave_stays_when_another_is_lost(make: Any) -> None:
+    mesh = make(slots_per_actor=4)
+    mesh.controller.scale(experts=2, attention=None)
+    mesh.settle(lambda: len(mesh.controller.leaving()) == 1)
+    (leaving,) = mesh.controller.leaving()
+    mesh.kill(mesh.mesh.ranks.workers[0])
+    mesh.post(Drained(leaving))
+    mesh.settle(lambda: mesh.mesh.epoch.number == 1)
+    mesh.check()
+    assert state(mesh) == "ready" and leaving in mesh.mesh.ranks.workers
+    assert not mesh.controller.leaving() and not mesh.recruits.wanted
+
+
+def test_a_wish_for_fewer_with_more_slots_each_serves_again(make: Any) -> None:
+    mesh = make(experts=4, recovery=QUICK)
+    mesh.kill(*mesh.mesh.ranks.workers[2:])
+    mesh.settle(lambda: state(mesh) == "unserviceable")
+    mesh.controller.scale(experts=2, attention=None)
+    mesh.settle(lambda: state(mesh) == "ready")
+    mesh.check()
+
+
+def test_an_unreadable_checkpoint_is_the_reason_that_is_told(make: Any) -> None:
+    mesh = make(recovery=QUICK)
+    survivors = mesh.mesh.ranks.workers[1:]
+    for worker in survivors:
+        worker.handle.unread = 12
+    mesh.kill(mesh.mesh.ranks.workers[0])
+    mesh.settle(lambda: survivors[0].handle.unread < 7)
+    told = mesh.controller.directory(-1, 0).reason
+    assert "the shard cannot be read" in told and told.count("do not come together") == 1
+    mesh.settle(lambda: state(mesh) == "ready")
+    mesh.check()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -49,6 +49,7 @@ def test_a_dry_run_says_what_would_be(mesh: FakeMesh) -> None:
         (9, None, "experts"),
         (None, "-2", "attention"),
         (None, "²", "attention"),
+        (None, "9" * 5000, "attention"),
     ],
 )
 def test_what_is_no_size_is_refused(

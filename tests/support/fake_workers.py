@@ -29,6 +29,8 @@ class FakeHandle:
     def __init__(self) -> None:
         self.dead = False
         self.deaf = False  # alive, but takes no new routing
+        self.stays = False  # alive, but does not move to another epoch
+        self.unread = 0  # so many times its checkpoint cannot be read
         self.met: list[int] = []
         self.given_up: list[str] = []
         self.epoch = self.version = -1
@@ -63,6 +65,8 @@ class FakeHandle:
         self.met = [one for one in self.met if one != epoch]
 
     def _switch(self, epoch: int) -> None:
+        if self.stays:
+            raise CrewError("no memory for its pages")
         assert epoch in self.met and epoch > self.epoch
         self.epoch, self.version = epoch, self._routing
 
@@ -81,6 +85,9 @@ class FakeHandle:
         return self.version
 
     def _load_more(self, share: Share) -> None:
+        if self.unread > 0:
+            self.unread -= 1
+            raise CrewError("the shard cannot be read")
         for layer, ids in share.items():
             self.held.setdefault(layer, set()).update(ids)
 
@@ -108,6 +115,7 @@ class FakeCrew:
     def __init__(self) -> None:
         self.ended: list[Worker] = []
         self.bundles: set[str] = set()
+        self.shared: set[str] = set()  # bundles of a group with others: they cannot be freed
 
     def ask(self, workers: Sequence[Worker], calls: list[Call], what: str, limit: float) -> Any:
         answers = []
@@ -128,8 +136,11 @@ class FakeCrew:
             worker.handle.dead = True
         self.ended += workers
 
-    def give_back(self, bundle: Bundle) -> None:
+    def give_back(self, bundle: Bundle) -> bool:
+        if bundle.group in self.shared:
+            return False
         self.bundles.discard(bundle.group)
+        return True
 
 
 class FakeWatch:
