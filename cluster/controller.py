@@ -28,6 +28,7 @@ from expertmesh.cluster.events import (
     NotJoined,
     Retry,
     TryAgain,
+    Wished,
     WorkerLost,
 )
 from expertmesh.cluster.membership import Kind, Worker
@@ -76,7 +77,10 @@ class Controller:
 
     def __init__(self, settings: ClusterSettings, crew: Crew, mesh: Assembly) -> None:
         self.settings, self._crew, self.mesh = settings, crew, mesh
-        self.lock = threading.RLock()  # guards `mesh` and what follows
+        # Guards `mesh` and what follows. Held while an epoch forms, which takes long when experts
+        # have to be read; who only wants to know or to wish something does without it.
+        self.lock = threading.RLock()
+        self.wishes = threading.RLock()  # guards how many workers are wanted; innermost
         self.loads: Mapping[int, Any] | None = None  # layer -> hits [E], once there was traffic
         self.counts, self.last_error = Counts(), ""
         self.status = Status()
@@ -145,7 +149,7 @@ class Controller:
 
     def scale(self, experts: int | None, attention: int | None, dry_run: bool = False) -> None:
         """Sets how many workers there should be. Raises ScaleError; dry_run: does nothing else."""
-        with self.lock:
+        with self.wishes:
             if experts is not None:
                 self._check_experts(experts)
             if attention is not None and attention < 1:
@@ -157,15 +161,9 @@ class Controller:
                 return
             if experts is not None:
                 self._desired["expert"] = experts
-                if self.settings.slots_per_actor is None:
-                    self.mesh.slots = max(self.mesh.slots, -(-self.mesh.ranks.experts // experts))
             if attention is not None:
                 self._desired["attention"] = attention
-            self._given_up.clear()  # whoever asks again means it
-            self._tries = dict.fromkeys(self._tries, 0)
-            # Fewer actors may have more slots each, and then those that are left are enough.
-            self._dirty = self._dirty or self.status.state == "unserviceable"
-        self.post(Retry())
+        self.post(Wished())
 
     def _check_experts(self, wanted: int) -> None:
         experts, least = self.mesh.ranks.experts, 1
@@ -180,7 +178,7 @@ class Controller:
             )
 
     def desired(self) -> dict[Kind, int]:
-        with self.lock:
+        with self.wishes:
             return dict(self._desired)
 
     def changing(self) -> bool:
@@ -190,8 +188,7 @@ class Controller:
 
     def leaving(self) -> frozenset[Worker]:
         """Workers that end once nothing depends on them: nobody else moves copies off experts."""
-        with self.lock:
-            return frozenset(self._leaving)
+        return frozenset(self._leaving)
 
     def flip(self, epoch: int, placement: Placement) -> bool:
         """Routes by `placement` from the next step on, if the mesh still is in that epoch.
@@ -234,11 +231,21 @@ class Controller:
             self._join(event.worker)
         elif isinstance(event, NotJoined):
             self._miss(event.kind, event.seat, event.reason, final=True)
+        elif isinstance(event, Wished):
+            self._take_wish()
         elif isinstance(event, TryAgain):
             if self._given_up.pop(event.seat, None) is not None:
                 self._tries[event.seat] = 0
         elif isinstance(event, Drained) and event.worker in self._leaving:
             self._let_go(event)
+
+    def _take_wish(self) -> None:
+        if self.settings.slots_per_actor is None and (experts := self.desired()["expert"]):
+            self.mesh.slots = max(self.mesh.slots, -(-self.mesh.ranks.experts // experts))
+            # Fewer actors with more slots each: those that are left may be enough now.
+            self._dirty = self._dirty or self.status.state == "unserviceable"
+        self._given_up.clear()  # whoever asks again means it
+        self._tries = dict.fromkeys(self._tries, 0)
 
     def _let_go(self, event: Drained) -> None:
         """While others are missing, one who was to leave may be who the mesh lives on."""
@@ -298,8 +305,9 @@ class Controller:
         _log.warning("%s", self.last_error)
         if seat not in self._tries:
             # A wish that did not come true is withdrawn, unless it has been already.
-            if self._short(kind) > len(self._owed(kind)):
-                self._desired[kind] -= 1
+            with self.wishes:
+                if self._short(kind) > len(self._owed(kind)):
+                    self._desired[kind] -= 1
             self._vacate(seat)
             return
         self._tries[seat] += 1

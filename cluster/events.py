@@ -43,10 +43,14 @@ class Retry(NamedTuple):
     """A moment has passed since the last attempt to make an epoch failed."""
 
 
+class Wished(NamedTuple):
+    """Somebody has asked for another number of workers, or for the same again."""
+
+
 class TryAgain(NamedTuple):
     """A seat that could not be filled has been left alone for long enough."""
 
     seat: str
 
 
-Event = WorkerLost | EpochBroken | Joined | NotJoined | Drained | Retry | TryAgain
+Event = WorkerLost | EpochBroken | Joined | NotJoined | Drained | Retry | Wished | TryAgain

@@ -88,7 +88,8 @@ class Mover:
         targets, calls = [], list[Any]()
         for move in batch:
             target, source = workers[move.target], workers[move.source]
-            target.held = _with(target.held, move.layer, move.expert)
+            with self._controller.lock:
+                target.held = _with(target.held, move.layer, move.expert)
             targets.append(target)
             calls.append(
                 target.handle.adopt.remote(

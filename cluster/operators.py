@@ -5,10 +5,14 @@ import time
 from typing import Any
 
 from expertmesh.cluster.balancing.plan import Plan
-from expertmesh.cluster.controller import Controller
+from expertmesh.cluster.controller import Controller, Status
 from expertmesh.cluster.directory import ScaleError
-from expertmesh.cluster.membership import Kind, Worker
+from expertmesh.cluster.membership import Epoch, Kind, Worker
 from expertmesh.cluster.mover import Mover
+from expertmesh.cluster.ranks import Share
+
+# A recovery that reads experts from disk takes much longer than a look may.
+LOCK_S = 2.0
 
 Wish = int | str | None
 _RELATIVE = re.compile(r"[+-]\d{1,4}")
@@ -17,21 +21,14 @@ _NUMBER = re.compile(r"\d{1,9}")
 
 def status(controller: Controller, mover: Mover) -> dict[str, Any]:
     """State, members and what has happened; for GET /mesh."""
-    with controller.lock:
-        mesh = controller.mesh
-        epoch, ranks = mesh.epoch, mesh.ranks
-        leaving = controller.leaving()
-        copies = {worker: ranks.placement.of_actor(r) for r, worker in enumerate(ranks.workers)}
-        attention = [_member(worker, leaving) for worker in mesh.attention]
-        experts = [
-            {
-                **_member(worker, leaving),
-                "experts_per_layer": max((len(ids) for ids in held.values()), default=0),
-            }
-            for worker, held in copies.items()
-        ]
-        desired = controller.desired()
-        state = controller.status
+    leaving = controller.leaving()
+    epoch, state, replicas, held = _members(controller)
+    attention = [_member(worker, leaving) for worker in replicas]
+    experts = [
+        {**_member(worker, leaving), "experts_per_layer": max(map(len, layers.values()), default=0)}
+        for worker, layers in held.items()
+    ]
+    desired = controller.desired()
     counts, moves = controller.counts, mover.moves
     since = None if moves.finished_at is None else round(time.monotonic() - moves.finished_at, 1)
     return {
@@ -58,6 +55,23 @@ def status(controller: Controller, mover: Mover) -> dict[str, Any]:
     }
 
 
+def _members(controller: Controller) -> tuple[Epoch, Status, list[Worker], dict[Worker, Share]]:
+    """Also the attention replicas, and the expert actors with what they hold."""
+    mesh, sure = controller.mesh, controller.lock.acquire(timeout=LOCK_S)
+    try:
+        epoch, placement, state = mesh.epoch, mesh.ranks.placement, controller.status
+        replicas, actors = list(mesh.attention), list(mesh.ranks.workers)
+    finally:
+        if sure:
+            controller.lock.release()
+    if sure:
+        return epoch, state, replicas, {w: placement.of_actor(r) for r, w in enumerate(actors)}
+    # An epoch is forming: of the last one, those who are left.
+    replicas = [worker for worker in replicas if worker.member in epoch.attention]
+    ranks = {w: epoch.experts.index(w.member) for w in actors if w.member in epoch.experts}
+    return epoch, state, replicas, {w: epoch.placement.of_actor(r) for w, r in ranks.items()}
+
+
 def scale(controller: Controller, experts: Wish, attention: Wish, dry_run: bool) -> dict[str, Any]:
     """Numbers, or "+1" and "-1" relative to the present wish. Raises ScaleError.
 
@@ -65,7 +79,7 @@ def scale(controller: Controller, experts: Wish, attention: Wish, dry_run: bool)
     """
     if experts is None and attention is None:
         raise ScaleError("give experts or attention", "experts")
-    with controller.lock:  # of two "+1" at the same time, each counts
+    with controller.wishes:  # of two "+1" at the same time, each counts
         before = controller.desired()
         wanted: dict[Kind, int | None] = {
             "expert": _number(experts, before["expert"], "experts"),

@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 # How long an idle engine loop may take to answer a knock before it counts as stuck.
 KNOCK_S = 1.0
 INGRESS_SILENCE_S = 10.0
+# An epoch that has been broken for so long may have no successor soon: no more requests then.
+BROKEN_S = 10.0
 # How long all ranks may take to flip to a new routing, and how often one looks.
 FLIP_S, FLIP_POLL_S = 10.0, 0.005
 
@@ -85,6 +87,7 @@ class AttentionActor:
         self._total, self._loaded = 0, False
         self._stores: dict[int, object] = {}
         self._elastic = ElasticExchange(hold_s, self._wake)
+        self._broke_at: float | None = None  # when this epoch was first seen to be broken
         self._loop: EngineLoop | None = None
         self._starting = asyncio.Lock()  # one engine drives the exchange, however often it is asked
         self._boxes: Outboxes | None = None
@@ -174,6 +177,7 @@ class AttentionActor:
         it had in flight; the first time, and after the engine has failed, an engine starts."""
         if self._local is None:
             await asyncio.to_thread(self._elastic.switch, epoch)
+            self._broke_at = None
             for old in [number for number in self._stores if number < epoch]:
                 del self._stores[old]
         async with self._starting:
@@ -278,8 +282,17 @@ class AttentionActor:
             return Health(False, "in no epoch yet" if self._loaded else "loading")
         if self._loop.failed is not None:
             return Health(False, self._loop.failed, lost=True)
-        stuck = await self._stuck()
-        return Health(not stuck, stuck)
+        trouble = self._alone() or await self._stuck()
+        return Health(not trouble, trouble)
+
+    def _alone(self) -> str:
+        """Why no step can be made here for some time; front doors may not hear it from the control
+        plane, which may be what has stopped."""
+        broken, now = self._elastic.broken, time.monotonic()
+        self._broke_at = None if broken is None else self._broke_at or now
+        if self._broke_at is None or now - self._broke_at < BROKEN_S:
+            return ""
+        return f"no new epoch for {now - self._broke_at:.0f} s: {broken}"
 
     async def pulse(self) -> Pulse:
         """For the control plane; see Pulse."""

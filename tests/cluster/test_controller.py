@@ -1,6 +1,7 @@
 """The failure state machine over made-up workers: losses, arrivals, wishes, in any order."""
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -343,6 +344,36 @@ def test_an_unreadable_checkpoint_is_the_reason_that_is_told(make: Any) -> None:
     assert "the shard cannot be read" in told and told.count("do not come together") == 1
     mesh.settle(lambda: state(mesh) == "ready")
     mesh.check()
+
+
+def test_who_falls_silent_while_waited_for_is_ended_at_once(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = make(slots_per_actor=8)
+    ask, frozen = mesh.crew.ask, mesh.mesh.ranks.workers[2]
+    waiting, ended = threading.Event(), threading.Event()
+    end = mesh.crew.end
+
+    def wait(workers: Any, calls: Any, what: str, limit: float) -> Any:
+        if what == "load more" and not ended.is_set():
+            waiting.set()
+            assert ended.wait(10.0), "the process that is waited for has not been ended"
+            raise CrewError("dead")
+        return ask(workers, calls, what, limit)
+
+    def noted(workers: Any) -> None:
+        end(workers)
+        if frozen in workers:
+            ended.set()
+
+    monkeypatch.setattr(mesh.crew, "ask", wait)
+    monkeypatch.setattr(mesh.crew, "end", noted)
+    mesh.kill(mesh.mesh.ranks.workers[0])
+    assert waiting.wait(10.0)
+    mesh.controller._report(frozen, "does not answer")
+    mesh.settle(lambda: state(mesh) == "ready" and frozen not in mesh.mesh.ranks.workers)
+    mesh.check()
+    assert mesh.crew.ended.count(frozen) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

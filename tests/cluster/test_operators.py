@@ -1,5 +1,6 @@
 """Wishes of operators: numbers, changes, and what is refused with its field."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,33 @@ def test_the_status_names_everybody(mesh: FakeMesh) -> None:
     assert [one["seat"] for one in status["experts"]] == ["expert-0", "expert-1", "expert-2"]
     assert {one["pid"] for one in status["attention"]} == {1000, 1001}
     assert status["slots_per_actor"] == 4 and status["seconds_since_rebalance"] is None
+
+
+def test_neither_a_look_nor_a_wish_waits_for_a_recovery(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew: Any = mesh.crew
+    monkeypatch.setattr(operators, "LOCK_S", 0.01)
+    ask, reading, read = mesh.crew.ask, threading.Event(), threading.Event()
+
+    def slow(workers: Any, calls: Any, what: str, limit: float) -> Any:
+        if what == "load more":
+            reading.set()
+            assert read.wait(10.0)
+        return ask(workers, calls, what, limit)
+
+    monkeypatch.setattr(mesh.crew, "ask", slow)
+    mesh.kill(mesh.mesh.ranks.workers[1])
+    assert reading.wait(10.0)
+    try:
+        status = operators.status(mesh.controller, Mover(mesh.controller, crew, 1.0))
+        assert status["state"] == "recovering" and "was killed" in status["reason"]
+        assert [one["seat"] for one in status["experts"]] == ["expert-0", "expert-2"]
+        assert operators.scale(mesh.controller, "+1", None, False)["experts"]["to"] == 4
+    finally:
+        read.set()
+    mesh.settle(lambda: len(mesh.recruits.wanted) == 2)
+    mesh.check()
 
 
 def test_a_plan_in_numbers(mesh: FakeMesh) -> None:

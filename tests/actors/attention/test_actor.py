@@ -14,6 +14,7 @@ from expertmesh.actors.attention.actor import AttentionActor, ReplicaStats
 from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams, TokenOutput
 from expertmesh.actors.attention.outbox import Outboxes, stream
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.exchange.base import ExchangeError
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.model import Model
@@ -191,6 +192,41 @@ def test_health_sees_a_stuck_engine_behind_a_live_event_loop(folder: Path) -> No
         release.set()
         await until_end(actor.stream("a"), "x")
         assert await actor.health() == Health(True)
+
+    serve(folder, scenario)
+
+
+def test_a_long_wait_for_an_epoch_is_not_called_serving(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(actor: AttentionActor) -> None:
+        broken = ExchangeError(1, 2, "combine", 3, "connection closed by peer")
+        monkeypatch.setattr(actor._elastic, "_broken", broken)
+        assert await actor.health() == Health(True)  # the next one is on its way
+        monkeypatch.setattr("expertmesh.actors.attention.actor.BROKEN_S", 0.0)
+        health = await actor.health()
+        assert not health.serving and not health.lost and "connection closed" in health.reason
+        monkeypatch.setattr(actor._elastic, "_broken", None)
+        assert await actor.health() == Health(True)
+
+    serve(folder, scenario)
+
+
+def test_an_engine_is_started_once_however_often_it_is_asked_for(folder: Path) -> None:
+    async def scenario(actor: AttentionActor) -> None:
+        old = actor._loop
+        assert old is not None
+        old.engine.fail("no more")
+        started: list[object] = []
+        start = actor._start_engine
+
+        async def counted() -> None:
+            started.append(None)
+            await start()
+
+        actor._start_engine = counted  # type: ignore[method-assign]
+        await asyncio.gather(actor.switch(1), actor.switch(2))
+        assert len(started) == 1 and actor._loop is not old and await actor.health() == Health(True)
 
     serve(folder, scenario)
 
