@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 # How often the load is asked how far it is.
 PROGRESS_S = 0.5
+# Who says nothing for so long while it loads, beside which it can answer, does not load any more.
+SILENT_S = 60.0
 # Threads of an expert actor: health and statistics must get through beside a load, a meeting of
 # the next epoch, and a transfer in each direction.
 EXPERT_THREADS = 12
@@ -175,14 +177,22 @@ class Crew:
             else:
                 worker.held = shares[worker.seat]
                 calls.append(worker.handle.load.remote(worker.held))
-        began = time.monotonic()
+        began = heard = time.monotonic()
 
         def report() -> None:
+            nonlocal heard
+            asked = [worker.handle.progress.remote() for worker in workers]
+            _, silent = ray.wait(asked, num_returns=len(asked), timeout=5.0)
+            if silent:
+                if time.monotonic() - heard > SILENT_S:
+                    name = workers[asked.index(silent[0])].member.name
+                    raise CrewError(f"{name} fell silent while it was loading")
+                return
+            heard = time.monotonic()
             if progress is None:
                 return
-            asked = [worker.handle.progress.remote() for worker in workers]
             with contextlib.suppress(RayError):
-                states = ray.get(asked, timeout=5.0)
+                states = ray.get(asked)
                 done = sum(state.done for state in states)
                 total = sum(state.total for state in states)
                 progress(Progress(done, total, done / max(time.monotonic() - began, 1e-9)))
