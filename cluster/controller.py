@@ -10,13 +10,13 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.balancing.recovery import NoCapacity
+from expertmesh.cluster.condition import Counts, Status
 from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.directory import Directory, ScaleError
 from expertmesh.cluster.epochs import HalfMoved
@@ -50,26 +50,6 @@ BREAKS, BREAKS_S = 4, 30.0
 DRAIN_S = 10.0
 # More attention replicas than this are a slip of the finger.
 MOST_REPLICAS = 1000
-
-
-@dataclass
-class Counts:
-    """What has happened since the mesh started. recovery_s: of the last recovery."""
-
-    failovers: int = 0
-    losses: int = 0
-    joins: int = 0
-    failed_joins: int = 0
-    recovery_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Status:
-    """state: ready | recovering | unserviceable | stopped. since: monotonic, of the trouble."""
-
-    state: str = "ready"
-    reason: str = ""
-    since: float = field(default_factory=time.monotonic)
 
 
 class Controller:
