@@ -15,8 +15,8 @@ from expertmesh.cluster.placement import Placement
 from expertmesh.cluster.ranks import ExpertRanks, Share, share_of_newcomer
 from expertmesh.cluster.settings import ClusterSettings
 
-# How long all attention ranks may take to use a new routing: a step, and two messages.
-FLIP_S = 3.0
+# How long all attention ranks may take to use a new routing: a long step, and two messages.
+FLIP_S = 12.0
 FREE_S = 3.0
 
 
@@ -156,9 +156,11 @@ class Assembly:
         self.epoch = new
         return True
 
-    def share(self, loads: Mapping[int, Any] | None, promised: Sequence[Share]) -> Share:
+    def share(
+        self, loads: Mapping[int, Any] | None, promised: Sequence[Share], slots: int
+    ) -> Share:
         """What the next expert actor to join should load; see share_of_newcomer."""
-        return share_of_newcomer(self.ranks, self.slots, loads, promised)
+        return share_of_newcomer(self.ranks, slots, loads, promised)
 
 
 def _with(held: Share, more: Mapping[int, Sequence[int]]) -> Share:

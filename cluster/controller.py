@@ -425,12 +425,21 @@ class Controller:
     def _share(self, seat: str) -> Share:
         with self.lock:
             others = [share for other, share in self._promised.items() if other != seat]
-            share = self.mesh.share(self.loads, others)
+            share = self.mesh.share(self.loads, others, self._slots_when_whole())
             self._promised[seat] = share
             return share
 
+    def _slots_when_whole(self) -> int:
+        """Slots per actor once all that are wanted are here; never more than now."""
+        actors = self._desired["expert"]
+        if self.settings.slots_per_actor is not None or actors == 0:
+            return self.mesh.slots
+        return min(self.mesh.slots, self.settings.slots(self.mesh.ranks.experts, actors))
+
     def _settle(self) -> None:
         """There is a new epoch: who was waiting to be in it is, and who was waiting to go may."""
+        if len(self.mesh.ranks.workers) >= self._desired["expert"]:
+            self.mesh.slots = self._slots_when_whole()
         for worker in self.mesh.workers:
             self._tries.pop(worker.seat, None)
         released, self._released = self._released, []

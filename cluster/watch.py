@@ -16,6 +16,7 @@ from expertmesh.cluster.settings import WatchSettings
 
 # Of the last so many answers, the slowest times this is the least silence that counts.
 LATENCIES, SLOWER = 64, 4.0
+MOST = 4.0  # times the silence that the settings allow
 HEARSAY_S = 0.5
 
 _log = logging.getLogger(__name__)
@@ -121,8 +122,10 @@ class Watch:
         self._on_broken(epoch, reason)
 
     def _limit(self) -> float:
-        """On a machine so busy that everybody answers late, silence means less."""
-        return max(self._settings.silence_s, SLOWER * max(self._latencies, default=0.0))
+        """On a machine so busy that everybody answers late, silence means less; but a limit that
+        follows the slowest answers without bound would raise itself."""
+        least = self._settings.silence_s
+        return min(max(least, SLOWER * max(self._latencies, default=0.0)), MOST * least)
 
 
 def first_line(error: Exception) -> str:

@@ -214,8 +214,9 @@ class AttentionActor:
 
     async def abort_epoch(self, epoch: int, reason: str) -> None:
         """The epoch has lost a member: whoever waits for it here stops, and waits for the next."""
-        if self._elastic.epoch <= epoch:
-            await asyncio.to_thread(self._elastic.abort, reason)
+        active = self._elastic.epoch
+        if active <= epoch:
+            await asyncio.to_thread(self._elastic.abort, reason, active)
             self._wake()
 
     def _peers_open(self) -> bool:

@@ -105,11 +105,14 @@ class ElasticExchange:
         if exchange is not None:
             exchange.abort(f"epoch {epoch} was given up before its first step")
 
-    def abort(self, reason: str) -> None:
-        """Breaks the active epoch now, on every rank; a step in progress waits for the next."""
+    def abort(self, reason: str, epoch: int | None = None) -> None:
+        """Breaks the active epoch now, on every rank; a step in progress waits for the next.
+
+        epoch: does nothing when it is not the active one any more.
+        """
         with self._changed:
             exchange = self._active
-        if exchange is not None:
+        if exchange is not None and epoch in (None, exchange.roster.epoch):
             self._break(exchange, ExchangeError(exchange.rank, -1, "open", exchange.step, reason))
 
     def give_up(self, reason: str) -> None:

@@ -15,6 +15,10 @@ from expertmesh.actors.process import Pulse
 
 _log = logging.getLogger(__name__)
 
+# A request that breaks whatever computes it is ended after a few epochs (cluster/controller.py).
+# An actor that fails for longer without having computed anything in between is broken itself.
+FAULTS = 6
+
 
 @dataclass
 class Work:
@@ -45,6 +49,7 @@ class Epochs:
         self._oldest = 0
         self._discarded: set[int] = set()
         self._past = Work()
+        self._faults = 0  # epochs in a row that ended by a failure of this actor's own
 
     def prepare(self, roster: Roster, rank: int) -> None:
         """Meets the other ranks and serves them at once. Raises ExchangeError; nothing of the epoch
@@ -92,6 +97,9 @@ class Epochs:
 
     def pulse(self) -> Pulse:
         with self._lock:
+            if self._faults >= FAULTS:
+                why = self._ended.get(max(self._ended, default=-1), "see its log")
+                return Pulse(stuck=f"its experts have failed {self._faults} times in a row: {why}")
             if self._running:
                 return Pulse(max(self._running))
             if self._ended:
@@ -120,12 +128,17 @@ class Epochs:
         self.retire(newest + 1)
 
     def _serve(self, epoch: int, server: MeshServer) -> None:
+        own_fault = False
         try:
             server.run()
             reason = "the attention side has ended the epoch"
         except Exception as error:
+            own_fault = not isinstance(error, ExchangeError)
             reason = f"{type(error).__name__}: {error}"
         with self._lock:
+            if any(done.calls for done in server.work.values()):
+                self._faults = 0
+            self._faults += own_fault
             self._live.remove(server)
             self._past.add(server.steps, server.work)
             told_to = self._running.pop(epoch, None) is None

@@ -81,3 +81,24 @@ def test_a_flip_that_reaches_only_some_is_finished_by_a_new_epoch(mesh: FakeMesh
         carry_out(mesh, mover, 0)
     mesh.settle(lambda: mesh.mesh.epoch.number == 1)
     check_exactly_held(mesh)
+
+
+def test_actors_that_hold_more_than_a_larger_mesh_gives_them_are_relieved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = FakeMesh(monkeypatch, experts=1)
+    try:
+        assert mesh.mesh.slots == 8
+        mesh.controller.scale(experts=3, attention=None)
+        mesh.settle(lambda: len(mesh.recruits.wanted) == 2)
+        for _ in range(2):
+            newcomer = mesh.recruits.arrive()
+            assert {len(ids) for ids in newcomer.held.values()} == {4}
+        mesh.settle(lambda: len(mesh.mesh.epoch.experts) == 3)
+        assert mesh.mesh.slots == 4
+        carry_out(mesh, mover_of(mesh), 0)
+        check_exactly_held(mesh)
+        for actors in mesh.mesh.ranks.placement.held.values():
+            assert max(map(len, actors)) <= 4
+    finally:
+        mesh.controller.stop()
