@@ -10,12 +10,12 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
-
-import msgspec
 
 from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.balancing.recovery import NoCapacity
+from expertmesh.cluster.bulletin import TICK_S, Bulletin
 from expertmesh.cluster.condition import Counts, Status
 from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.directory import Directory, ScaleError
@@ -35,12 +35,12 @@ from expertmesh.cluster.membership import Kind, Worker
 from expertmesh.cluster.placement import Placement
 from expertmesh.cluster.ranks import Share
 from expertmesh.cluster.recruits import Recruits
+from expertmesh.cluster.seats import Seats
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.watch import Watch
 
 _log = logging.getLogger(__name__)
 
-TICK_S = 0.25
 # Attempts to make an epoch of the same workers before the mesh counts as unable to.
 ATTEMPTS = 4
 RETRY_S = 2.0
@@ -60,28 +60,14 @@ class Controller:
         # Guards `mesh` and what follows. Held while an epoch forms, which takes long when experts
         # have to be read; who only wants to know or to wish something does without it.
         self.lock = threading.RLock()
-        self.wishes = threading.RLock()  # guards how many workers are wanted; innermost
         self.loads: Mapping[int, Any] | None = None  # layer -> hits [E], once there was traffic
         self.counts, self.last_error = Counts(), ""
-        self.status = Status()
-        self._cause = ""  # what the present trouble began with, or was last
         self._dirty = False  # the epoch is not what the workers here should be
-        self._desired: dict[Kind, int] = {
-            "attention": len(mesh.attention),
-            "expert": len(mesh.ranks.workers),
-        }
-        self._filling: dict[str, Kind] = {}  # by seat
-        self._promised: dict[str, Share] = {}  # what will be held in seats that are being filled
-        self._tries: dict[str, int] = {}  # attempts to replace the lost worker of a seat
-        self._given_up: dict[str, Kind] = {}  # seats left alone for a while, after many attempts
-        self._leaving: set[Worker] = set()
         self._dying: set[Worker] = set()  # the watch has ended them; the loss is in the inbox
         self._breaks: list[float] = []  # when epochs broke without a loss
-        self._released: list[Worker] = []  # they end as soon as there is an epoch without them
-        self._bundles = {worker.seat: worker.bundle for worker in mesh.workers}
+        self._seats = Seats(mesh, crew.give_back)
+        self._bulletin = Bulletin(self._replicas, settings.recovery.grace_s)
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._published = threading.Condition()
-        self._directory = Directory()
         self._recruits = Recruits(settings, crew, self.post, self._share)
         self._watch = Watch(
             settings.watch,
@@ -89,7 +75,7 @@ class Controller:
             lambda epoch, why: self.post(EpochBroken(epoch, why)),
         )
         self._watch.follow(mesh.workers)
-        self._publish()
+        self._bulletin.publish()
         self._thread = threading.Thread(target=self._main, name="mesh-control", daemon=True)
         self._thread.start()
 
@@ -110,26 +96,21 @@ class Controller:
         self._recruits.stop()
         self._inbox.put(None)
         self._thread.join(10.0)
-        self._enter("stopped", "the mesh was stopped")
+        self._bulletin.enter("stopped", "the mesh was stopped")
 
     # --- what others may ask, from any thread ---------------------------------------------------
 
-    def directory(self, seen: int, wait_s: float) -> Directory:
-        """The directory, as soon as it is another than version `seen`, at the latest after wait_s.
+    @property
+    def status(self) -> Status:
+        return self._bulletin.status
 
-        Judged when asked: a recovery that takes too long turns it red without any event.
-        """
-        end = time.monotonic() + wait_s
-        while True:
-            self._publish()
-            with self._published:
-                if self._directory.version != seen or time.monotonic() >= end:
-                    return self._directory
-                self._published.wait(min(TICK_S, max(0.0, end - time.monotonic())))
+    def directory(self, seen: int, wait_s: float) -> Directory:
+        """See Bulletin.directory."""
+        return self._bulletin.directory(seen, wait_s)
 
     def scale(self, experts: int | None, attention: int | None, dry_run: bool = False) -> None:
         """Sets how many workers there should be. Raises ScaleError; dry_run: does nothing else."""
-        with self.wishes:
+        with self._seats.wishes:
             if experts is not None:
                 self._check_experts(experts)
             if attention is not None and attention < 1:
@@ -140,14 +121,14 @@ class Controller:
             if dry_run:
                 return
             if experts is not None:
-                self._desired["expert"] = experts
+                self._seats.desired["expert"] = experts
             if attention is not None:
-                self._desired["attention"] = attention
+                self._seats.desired["attention"] = attention
         self.post(Wished())
 
     def _check_experts(self, wanted: int) -> None:
         experts, least = self.mesh.ranks.experts, 1
-        if self._desired["expert"] == 0:
+        if self._seats.desired["expert"] == 0:
             raise ScaleError("experts: this mesh has no expert actors to scale", "experts")
         if self.settings.slots_per_actor is not None:
             least = -(-experts // self.mesh.slots)
@@ -157,18 +138,22 @@ class Controller:
                 "experts",
             )
 
+    def wishing(self) -> AbstractContextManager[object]:
+        """Held around reading `desired` and wishing for something relative to it."""
+        return self._seats.wishes
+
     def desired(self) -> dict[Kind, int]:
-        with self.wishes:
-            return dict(self._desired)
+        with self._seats.wishes:
+            return dict(self._seats.desired)
 
     def changing(self) -> bool:
         """A recovery, an arrival or a departure is under way."""
         with self.lock:
-            return self.status.state != "ready" or bool(self._filling or self._leaving)
+            return self.status.state != "ready" or bool(self._seats.filling or self._seats.leaving)
 
     def leaving(self) -> frozenset[Worker]:
         """Workers that end once nothing depends on them: nobody else moves copies off experts."""
-        return frozenset(self._leaving)
+        return frozenset(self._seats.leaving)
 
     def flip(self, epoch: int, placement: Placement) -> bool:
         """Routes by `placement` from the next step on, if the mesh still is in that epoch.
@@ -198,7 +183,7 @@ class Controller:
             except Exception:
                 _log.exception("the control thread stumbled over %s", event)
                 self._post_later(RETRY_S, Retry())
-            self._publish()
+            self._bulletin.publish()
 
     def _absorb(self, event: Event) -> None:
         """Takes note; the work is in _repair and _reconcile."""
@@ -214,9 +199,9 @@ class Controller:
         elif isinstance(event, Wished):
             self._take_wish()
         elif isinstance(event, TryAgain):
-            if self._given_up.pop(event.seat, None) is not None:
-                self._tries[event.seat] = 0
-        elif isinstance(event, Drained) and event.worker in self._leaving:
+            if self._seats.given_up.pop(event.seat, None) is not None:
+                self._seats.tries[event.seat] = 0
+        elif isinstance(event, Drained) and event.worker in self._seats.leaving:
             self._let_go(event)
 
     def _take_wish(self) -> None:
@@ -224,17 +209,16 @@ class Controller:
             self.mesh.slots = max(self.mesh.slots, -(-self.mesh.ranks.experts // experts))
             # Fewer actors with more slots each: those that are left may be enough now.
             self._dirty = self._dirty or self.status.state == "unserviceable"
-        self._given_up.clear()  # whoever asks again means it
-        self._tries = dict.fromkeys(self._tries, 0)
+        self._seats.forgive()
 
     def _let_go(self, event: Drained) -> None:
         """While others are missing, one who was to leave may be who the mesh lives on."""
         if self.status.state != "ready":
             self._post_later(RETRY_S, event)
             return
-        self._leaving.discard(event.worker)
+        self._seats.leaving.discard(event.worker)
         self.mesh.remove(event.worker)
-        self._released.append(event.worker)
+        self._seats.released.append(event.worker)
         self._dirty = True
 
     def _lose(self, worker: Worker, reason: str) -> None:
@@ -247,14 +231,10 @@ class Controller:
         self.mesh.remove(worker)
         self.mesh.abort_epoch(why)
         self._dirty = True
-        self._enter("recovering", why)
+        self._bulletin.enter("recovering", why)
         if not ended:
             self._end([worker])  # a stopped process must not come back
-        if worker in self._leaving:
-            self._leaving.discard(worker)
-            self._vacate(worker.seat)
-        else:
-            self._tries.setdefault(worker.seat, 0)
+        self._seats.lose(worker)
 
     def _mend(self, reason: str) -> None:
         """The epoch broke with everybody alive. When that goes on, it is not the connections: some
@@ -267,33 +247,22 @@ class Controller:
             for worker in self.mesh.attention:
                 worker.handle.give_up.remote(why)
         self._dirty = True
-        self._enter("recovering", reason)
+        self._bulletin.enter("recovering", reason)
 
     def _join(self, worker: Worker) -> None:
-        self._filling.pop(worker.seat, None)
-        self._promised.pop(worker.seat, None)
-        self._bundles[worker.seat] = worker.bundle
+        self._seats.sit(worker)
         self.mesh.add(worker)
         self._dirty = True
 
     def _miss(self, kind: Kind, seat: str, reason: str, final: bool) -> None:
         """The seat stays empty. final: nobody will come if nobody is called again."""
-        self._filling.pop(seat, None)
-        self._promised.pop(seat, None)
         self.counts.failed_joins += 1
         self.last_error = f"{seat}: {reason}"
         _log.warning("%s", self.last_error)
-        if seat not in self._tries:
-            # A wish that did not come true is withdrawn, unless it has been already.
-            with self.wishes:
-                if self._short(kind) > len(self._owed(kind)):
-                    self._desired[kind] -= 1
-            self._vacate(seat)
-            return
-        self._tries[seat] += 1
-        if final or self._tries[seat] > self.settings.recovery.restarts:
-            self._given_up[seat] = kind
-            self._post_later(self.settings.recovery.rest_s, TryAgain(seat))
+        seats, recovery = self._seats, self.settings.recovery
+        if seats.miss(kind, seat) and (final or seats.tries[seat] > recovery.restarts):
+            seats.given_up[seat] = kind
+            self._post_later(recovery.rest_s, TryAgain(seat))
 
     # --- one working epoch ----------------------------------------------------------------------
 
@@ -307,7 +276,7 @@ class Controller:
                 self.mesh.form()
             except NoCapacity as error:
                 self._dirty = False  # until somebody joins
-                self._enter("unserviceable", self._because(str(error)))
+                self._bulletin.enter("unserviceable", self._bulletin.because(str(error)))
                 return
             except CrewError as error:
                 failure = str(error)
@@ -322,19 +291,19 @@ class Controller:
                 self.counts.failovers += 1
                 self.counts.recovery_s = time.monotonic() - began
             self._dirty = False
-            self._enter("ready", "")
+            self._bulletin.enter("ready", "")
             self._settle()
             return
         if self.status.state != "ready":  # else the epoch before is as good as it was
             apart = f"the actors do not come together: {failure}"
-            self._enter("unserviceable", self._because(apart))
+            self._bulletin.enter("unserviceable", self._bulletin.because(apart))
         self._post_later(RETRY_S, Retry())
 
     def _catch_up(self, error: HalfMoved, attempt: int) -> None:
         """Those who have moved and those who have not need one epoch again. Who stays behind a
         second time is lost."""
         if self.status.state == "ready":
-            self._enter("recovering", str(error))
+            self._bulletin.enter("recovering", str(error))
         if attempt > 0:
             for worker in error.behind:
                 if worker not in self.mesh.newcomers:
@@ -360,7 +329,7 @@ class Controller:
             reason = f"{worker} did not come into the new epoch: {why}"
             self._miss(worker.kind, worker.seat, reason, final=False)
         self._end(newcomers)
-        if newcomers and self.status.state == "ready" and not self._released:
+        if newcomers and self.status.state == "ready" and not self._seats.released:
             self._dirty = False
             return False
         time.sleep(TICK_S)  # the watch may know by then who is to blame
@@ -371,87 +340,55 @@ class Controller:
     def _reconcile(self) -> None:
         kinds: tuple[Kind, Kind] = ("attention", "expert")
         for kind in kinds:
-            here, coming = self._here(kind), self._coming(kind)
-            missing = self._short(kind)
-            leaving = [w for w in self.mesh.workers if w.kind == kind and w in self._leaving]
+            here, coming = self._seats.here(kind), self._seats.coming(kind)
+            missing = self._seats.short(kind)
+            leaving = [w for w in self.mesh.workers if w.kind == kind and w in self._seats.leaving]
             for worker in leaving[: max(0, missing)]:
-                self._leaving.discard(worker)  # it is here already
+                self._seats.leaving.discard(worker)  # it is here already
                 missing -= 1
             for _ in range(missing):
                 self._fill(kind)
-            for seat in self._owed(kind):  # fewer are wanted than when its worker was lost
-                del self._tries[seat]
-                self._vacate(seat)
+            self._seats.forget_surplus(kind)
             if missing < 0 and here and not coming and self.status.state == "ready":
                 self._leave(here[-1])
 
-    def _here(self, kind: Kind) -> list[Worker]:
-        return [w for w in self.mesh.workers if w.kind == kind and w not in self._leaving]
-
-    def _coming(self, kind: Kind) -> int:
-        return [*self._filling.values(), *self._given_up.values()].count(kind)
-
-    def _short(self, kind: Kind) -> int:
-        """How many more are wanted than are here or on their way; negative: fewer."""
-        return self._desired[kind] - len(self._here(kind)) - self._coming(kind)
-
-    def _taken(self) -> set[str]:
-        """Seats with somebody in them, or on the way there, or that are left alone."""
-        here = {worker.seat for worker in [*self.mesh.workers, *self._released]}
-        return here | self._filling.keys() | self._given_up.keys()
-
-    def _owed(self, kind: Kind) -> list[str]:
-        """Seats whose worker was lost and that nobody has been called for."""
-        taken = self._taken()
-        return [seat for seat in self._tries if seat.startswith(f"{kind}-") and seat not in taken]
-
     def _fill(self, kind: Kind) -> None:
-        taken, owed = self._taken(), self._owed(kind)
-        free = (s for i in range(len(taken) + 1) if (s := f"{kind}-{i}") not in taken)
-        seat = owed[0] if owed else next(free)
-        bundle = self._bundles.get(seat)
+        seat = self._seats.claim(kind)
         # Who was lost is replaced with patience.
-        attempts = 1 + self.settings.recovery.restarts if seat in self._tries else 1
-        self._filling[seat] = kind
-        self._recruits.fill(kind, seat, bundle, attempts)
+        attempts = 1 + self.settings.recovery.restarts if seat in self._seats.tries else 1
+        self._recruits.fill(kind, seat, self._seats.bundles.get(seat), attempts)
 
     def _leave(self, worker: Worker) -> None:
         """An attention replica drains by itself; the copies of an expert actor are moved away by
         whoever plans the balance, who then posts Drained."""
-        self._leaving.add(worker)
+        self._seats.leaving.add(worker)
         if worker.kind == "attention":
             self._recruits.drain(worker, DRAIN_S)
 
     def _share(self, seat: str) -> Share:
         with self.lock:
-            others = [share for other, share in self._promised.items() if other != seat]
+            others = [share for other, share in self._seats.promised.items() if other != seat]
             share = self.mesh.share(self.loads, others, self._slots_when_whole())
-            self._promised[seat] = share
+            self._seats.promised[seat] = share
             return share
 
     def _slots_when_whole(self) -> int:
         """Slots per actor once all that are wanted are here; never more than now."""
-        actors = self._desired["expert"]
+        actors = self._seats.desired["expert"]
         if self.settings.slots_per_actor is not None or actors == 0:
             return self.mesh.slots
         return min(self.mesh.slots, self.settings.slots(self.mesh.ranks.experts, actors))
 
     def _settle(self) -> None:
         """There is a new epoch: who was waiting to be in it is, and who was waiting to go may."""
-        if len(self.mesh.ranks.workers) >= self._desired["expert"]:
+        if len(self.mesh.ranks.workers) >= self._seats.desired["expert"]:
             self.mesh.slots = self._slots_when_whole()
         for worker in self.mesh.workers:
-            self._tries.pop(worker.seat, None)
-        released, self._released = self._released, []
+            self._seats.tries.pop(worker.seat, None)
+        released, self._seats.released = self._seats.released, []
         self._end(released)
         for worker in released:
-            self._vacate(worker.seat)
-
-    def _vacate(self, seat: str) -> None:
-        """Gives the seat's place back. One that cannot be freed waits for the next in this seat."""
-        bundle = self._bundles.get(seat)
-        if bundle is not None and self._crew.give_back(bundle):
-            del self._bundles[seat]
+            self._seats.vacate(worker.seat)
 
     def _end(self, workers: list[Worker]) -> None:
         if workers:
@@ -462,33 +399,9 @@ class Controller:
         timer.daemon = True
         timer.start()
 
-    # --- what front doors see -------------------------------------------------------------------
-
-    def _enter(self, state: str, reason: str) -> None:
-        old = self.status
-        if state in ("ready", "recovering"):
-            self._cause = reason
-        if (state, reason) != (old.state, old.reason):
-            trouble_goes_on = "ready" not in (state, old.state)
-            since = old.since if trouble_goes_on else time.monotonic()
-            self.status = Status(state, reason, since)
-            self._publish()
-
-    def _because(self, trouble: str) -> str:
-        return f"{trouble} ({self._cause})" if self._cause else trouble
-
-    def _publish(self) -> None:
-        with self._published:  # so that nobody overwrites what is newer
-            status = self.status
-            patient = time.monotonic() - status.since < self.settings.recovery.grace_s
-            serving = status.state == "ready" or (status.state == "recovering" and patient)
-            replicas = tuple(
-                (worker.seat, worker.member.name)
-                for worker in tuple(self.mesh.attention)
-                if worker not in self._leaving
-            )
-            old = self._directory
-            new = Directory(old.version, replicas, serving, "" if serving else status.reason)
-            if new != old:
-                self._directory = msgspec.structs.replace(new, version=old.version + 1)
-                self._published.notify_all()
+    def _replicas(self) -> tuple[tuple[str, str], ...]:
+        return tuple(
+            (worker.seat, worker.member.name)
+            for worker in tuple(self.mesh.attention)
+            if worker not in self._seats.leaving
+        )

@@ -80,7 +80,7 @@ def scale(controller: Controller, experts: Wish, attention: Wish, dry_run: bool)
     """
     if experts is None and attention is None:
         raise ScaleError("give experts or attention", "experts")
-    with controller.wishes:  # of two "+1" at the same time, each counts
+    with controller.wishing():  # of two "+1" at the same time, each counts
         before = controller.desired()
         wanted: dict[Kind, int | None] = {
             "expert": _number(experts, before["expert"], "experts"),

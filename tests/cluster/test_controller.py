@@ -87,7 +87,7 @@ def test_without_attention_nothing_serves_until_one_is_back(make: Any) -> None:
 
 def test_a_recovery_is_green_for_its_grace_and_red_after_it(make: Any) -> None:
     mesh = make(recovery=QUICK)
-    mesh.controller._enter("recovering", "expert-1 has died")
+    mesh.controller._bulletin.enter("recovering", "expert-1 has died")
     assert mesh.controller.directory(-1, 0).serving
     seen = mesh.controller.directory(-1, 0).version
     red = mesh.controller.directory(seen, 5.0)

@@ -1,0 +1,67 @@
+"""What the world is told of a mesh: its state, and the directory of its attention replicas."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from expertmesh.cluster.condition import Status
+from expertmesh.cluster.directory import Directory
+
+TICK_S = 0.25
+
+# (seat, actor name) of the replicas that take requests, at this moment.
+Replicas = Callable[[], tuple[tuple[str, str], ...]]
+
+
+class Bulletin:
+    """Written by the control thread, read by any."""
+
+    def __init__(self, replicas: Replicas, grace_s: float) -> None:
+        """grace_s: for so long a recovery counts as serving."""
+        self._replicas, self._grace_s = replicas, grace_s
+        self._changed = threading.Condition()  # guards _directory
+        self._directory = Directory()
+        self._cause = ""  # what the present trouble began with, or was last
+        self.status = Status()
+
+    def enter(self, state: str, reason: str) -> None:
+        """From now on the mesh is in this state; `since` is when its trouble began."""
+        old = self.status
+        if state in ("ready", "recovering"):
+            self._cause = reason
+        if (state, reason) != (old.state, old.reason):
+            trouble_goes_on = "ready" not in (state, old.state)
+            since = old.since if trouble_goes_on else time.monotonic()
+            self.status = Status(state, reason, since)
+            self.publish()
+
+    def because(self, trouble: str) -> str:
+        """The trouble, and what it came of."""
+        return f"{trouble} ({self._cause})" if self._cause else trouble
+
+    def publish(self) -> None:
+        with self._changed:  # so that nobody overwrites what is newer
+            status = self.status
+            patient = time.monotonic() - status.since < self._grace_s
+            serving = status.state == "ready" or (status.state == "recovering" and patient)
+            reason = "" if serving else status.reason
+            old = self._directory
+            new = Directory(old.version, self._replicas(), serving, reason)
+            if new != old:
+                self._directory = msgspec.structs.replace(new, version=old.version + 1)
+                self._changed.notify_all()
+
+    def directory(self, seen: int, wait_s: float) -> Directory:
+        """The directory, as soon as it is another than version `seen`, at the latest after wait_s.
+
+        Judged when asked: a recovery that takes too long turns it red without any event.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            self.publish()
+            with self._changed:
+                if self._directory.version != seen or time.monotonic() >= end:
+                    return self._directory
+                self._changed.wait(min(TICK_S, max(0.0, end - time.monotonic())))
