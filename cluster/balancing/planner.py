@@ -2,8 +2,8 @@
 
 Loads of copies are compared as the per-step choice of copies can share them, not evenly: an expert
 with two copies lets load flow between two actors, so most noise and drift needs no move at all.
-Layers whose heaviest actor is above `limit` are repaired (repair.py) until it is at `goal`, others
-stay as they are.
+What the next window may add where nobody can take it (islands.py) counts like load. Layers whose
+heaviest actor is then above `limit` are repaired (repair.py), others stay as they are.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from expertmesh.cluster.balancing.shares import Bools, Shares
 from expertmesh.cluster.balancing.table import (
     FREE,
     Floats,
-    Ints,
+    Ids,
     changed_rows,
     over_ranks,
     to_table,
@@ -33,7 +33,8 @@ from expertmesh.cluster.spares import place_spares
 
 @dataclass(frozen=True, slots=True)
 class BalanceSettings:
-    """limit, goal: max/mean load of a layer's actors that asks for moves, and that ends them.
+    """limit, goal: load of a layer's heaviest actor that asks for moves, and load down to which an
+    actor gives copies; in mean loads, with what the next window may add.
 
     slack: load, in mean loads of an actor, that every copy keeps in the forecast, so that some can
     flow away when a step differs from it; more of it means more moves and steadier steps.
@@ -41,18 +42,24 @@ class BalanceSettings:
     levelling, for the old placement and per round. fill: free slots get copies.
     """
 
-    limit: float = 1.025
-    goal: float = 1.015
-    slack: float = 0.03
+    limit: float = 1.03
+    goal: float = 1.02
+    slack: float = 0.025
     rounds: int = 20
-    first_sweeps: int = 8
-    sweeps: int = 5
+    first_sweeps: int = 12
+    sweeps: int = 4
     fill: bool = True
 
 
-SWAPS_FROM, SHUFFLES_FROM = 3, 5
-"""Rounds. Copies move half as much as swaps and trades do, so the first do without; later ones try
-other pairs of actors than those in order of load."""
+FAR, FIRST_GOAL = 1.06, 1.01
+"""Load above which a layer is far from balance, and the goal of its rounds that see loads only: who
+gives a copy gives enough."""
+
+RISKS_FROM, SHUFFLES_FROM, SWAPS_FROM = 2, 3, 4
+"""Rounds of layers that are far. Copies move half as much as swaps and trades do: so they begin,
+for loads alone, then also for what the next window may add, then between other pairs of actors
+than those in order of load. Layers that are near skip the first, and swap from round NEAR_FROM."""
+NEAR_FROM = 1
 
 IDLE_ROUNDS = 3
 """So many without a change end the search: the partners that are tried next differ."""
@@ -89,7 +96,9 @@ def balance(
     steady_L = idle_L & (floats_LE.max(1) == floats_LE.min(1))
     home_LE = None if groups is None else homes(groups, old.held, table_LPS)
     start = partial(Shares, load_LE=_relative(floats_LE, len(staying)), home_LE=home_LE)
-    new_LPS, before_L, after_L = _improved(start, table_LPS, ~keep_L, ~steady_L, settings)
+    new_LPS, before_L, after_L = _improved(
+        start, table_LPS.astype(np.int32), ~keep_L, ~steady_L, settings
+    )
     rows = changed_rows(layers, table_LPS, new_LPS)
     held = {
         layer: over_ranks(actors, staying, ranks)
@@ -108,11 +117,11 @@ def _relative(loads_LE: Floats, actors: int) -> Floats:
 
 def _improved(
     start: Callable[..., Shares],
-    table_LPS: Ints,
+    table_LPS: Ids,
     fill_L: Bools,
     repair_L: Bools,
     settings: BalanceSettings,
-) -> tuple[Ints, Floats, Floats]:
+) -> tuple[Ids, Floats, Floats]:
     """(table, imbalance of each layer before, after)."""
     shares = start(table_LPS.copy(), slack=settings.slack)
     _settle(shares, settings.first_sweeps)
@@ -123,24 +132,30 @@ def _improved(
         _settle(shares, settings.first_sweeps)
     best_LPS, after_L = shares.ids_LPS.copy(), shares.load_LP.max(1)
     least_L = shares.strain_LP.max(1)
+    far_L = shares.load_LP.max(1) > FAR
+    at_O = np.arange(len(table_LPS))  # the layers of `shares`
+    open_L = repair_L & (least_L > settings.limit)
     idle = 0
     for turn in range(settings.rounds):
-        shares.open_L = repair_L & (least_L > settings.limit)
-        if not shares.open_L.any():
+        if not open_L.all():
+            shares.keep(np.flatnonzero(open_L))
+            at_O = at_O[open_L]
+            far_L = far_L[open_L]
+            shares.index()
+        if not len(at_O) or idle == IDLE_ROUNDS:
             break
-        idle = 0 if _turn(shares, turn, settings) else idle + 1
-        if idle == IDLE_ROUNDS:
-            break
+        idle = 0 if _turn(shares, turn, far_L, settings) else idle + 1
         assert shares.count_K.all(), "an expert lost its last copy"
         strain_L = shares.strain_LP.max(1)
-        better_L = shares.open_L & (strain_L < least_L)
-        least_L[better_L] = strain_L[better_L]
-        after_L[better_L] = shares.load_LP[better_L].max(1)
-        best_LPS[better_L] = shares.ids_LPS[better_L]
+        better_L = strain_L < least_L[at_O]
+        least_L[at_O[better_L]] = strain_L[better_L]
+        after_L[at_O[better_L]] = shares.load_LP[better_L].max(1)
+        best_LPS[at_O[better_L]] = shares.ids_LPS[better_L]
+        open_L = least_L[at_O] > settings.limit
     return best_LPS, before_L, after_L
 
 
-def _filled(table_LPS: Ints, load_LE: Floats, chosen_L: Bools) -> Ints:
+def _filled(table_LPS: Ids, load_LE: Floats, chosen_L: Bools) -> Ids:
     """The table with copies in the free slots of the chosen layers."""
     free_LP = (table_LPS == FREE).sum(2)
     layers = np.flatnonzero(chosen_L & free_LP.any(1))
@@ -159,19 +174,31 @@ def _filled(table_LPS: Ints, load_LE: Floats, chosen_L: Bools) -> Ints:
     return filled_LPS
 
 
-def _turn(shares: Shares, turn: int, settings: BalanceSettings) -> int:
-    """One round of every kind that is due; returns how many changes."""
+def _turn(shares: Shares, turn: int, far_L: Bools, settings: BalanceSettings) -> int:
+    """One round of every kind that is due; returns how many changes.
+
+    Where loads are far from even each kind needs to know what the one before has done. Near that
+    they meet so seldom that one levelling after all of them will do.
+    """
     attempt = max(0, turn + 1 - SHUFFLES_FROM)
-    changed = copy_to_light(shares, settings.goal, attempt)
-    _settle(shares, settings.sweeps)
-    if turn >= SWAPS_FROM or not changed:
+    load_LP, goal_L = shares.strain_LP, np.full(len(far_L), settings.goal)
+    if turn < RISKS_FROM:
+        load_LP[far_L] = shares.load_LP[far_L]
+        goal_L[far_L] = FIRST_GOAL
+    changed = copy_to_light(shares, load_LP, goal_L[:, None], attempt)
+    if turn >= SWAPS_FROM or (turn >= NEAR_FROM and not far_L.all()):
         for kind in (trade, swap):
-            if done := kind(shares, settings.limit, attempt):
-                changed += done
+            if turn >= SWAPS_FROM and far_L.any():
                 _settle(shares, settings.sweeps)
+            load_LP = shares.strain_LP
+            if turn < SWAPS_FROM:
+                load_LP[far_L] = 1.0
+            changed += kind(shares, load_LP, settings.limit, attempt)
+    _settle(shares, settings.sweeps)
     return changed
 
 
 def _settle(shares: Shares, sweeps: int) -> None:
-    shares.open(shares.open_L)
+    shares.index()
     shares.level(sweeps)
+    shares.assess()

@@ -5,8 +5,7 @@ light actor. `copy_to_light` gives it another copy of an expert of the heavy one
 in place of a copy that others can do without: one expert moves, and the two actors can share its
 load from then on. `swap` exchanges two experts, where no copy can go: two experts move.
 
-Letters as in shares.py. N: pairs of a heavy and a light actor. O: open layers. Q: experts looked
-at.
+Letters as in shares.py. N: pairs of a heavy and a light actor. Q: experts looked at.
 """
 
 from typing import NamedTuple
@@ -24,13 +23,12 @@ STRANDING = 0.5
 """Price, in mean loads of an actor, of dropping the only copy another actor shares load through."""
 WORTH = 1.5
 """A copy must take this many times the load that the dropped one sends away."""
-SHUFFLE, RELAY = 0.5, 1.05
+SHUFFLE, MOST, RELAY = 0.05, 0.5, 1.05
 """Where pairs in order of load did not do: how far apart in load actors change places in that
-order, and up to which load an actor may take a copy, to pass load on."""
+order in the first attempt and at most, and up to which load an actor may take a copy, to pass load
+on."""
 GOLDEN = 0.6180339887498949
 """Its multiples, less their whole part, spread evenly."""
-
-
 HOME = 0.05
 """Price, in mean loads of an actor, of taking an expert from where most of its group is."""
 
@@ -47,9 +45,9 @@ class Pairs(NamedTuple):
     amount_N: Floats
 
 
-def copy_to_light(shares: Shares, goal: float, attempt: int = 0) -> int:
-    """One round of copies in the open layers; returns how many."""
-    pairs = _pairs_by_load(shares, goal, _able(shares), attempt)
+def copy_to_light(shares: Shares, load_LP: Floats, goal: float | Floats, attempt: int = 0) -> int:
+    """One round of copies; returns how many. load_LP: of the actors, as it is to be compared."""
+    pairs = _pairs_by_load(load_LP, goal, _able(shares), attempt)
     if not len(pairs.heavy_N):
         return 0
     given_N, share_N = _expert_to_give(shares, pairs)
@@ -64,13 +62,14 @@ def copy_to_light(shares: Shares, goal: float, attempt: int = 0) -> int:
     return len(n)
 
 
-def trade(shares: Shares, goal: float, attempt: int = 0) -> int:
-    """One round of copies to light actors that can spare none of theirs; returns how many.
+def trade(shares: Shares, load_LP: Floats, goal: float | Floats, attempt: int = 0) -> int:
+    """One round of copies to light actors that can spare none of theirs, later to any; returns how
+    many.
 
     The light one gets a copy of an expert of the heavy one, and that takes over an expert of the
     light one in place of a copy it can do without.
     """
-    pairs = _pairs_by_load(shares, goal, ~_able(shares), attempt)
+    pairs = _pairs_by_load(load_LP, goal, ~_able(shares) | (attempt > 0), attempt)
     first_N = pairs.nth_N == 0  # a heavy actor's slots must not be used twice
     pairs = Pairs(*(column[first_N] for column in pairs))
     if not len(pairs.heavy_N):
@@ -95,12 +94,12 @@ def trade(shares: Shares, goal: float, attempt: int = 0) -> int:
     return len(n)
 
 
-def swap(shares: Shares, goal: float, attempt: int = 0) -> int:
-    """One round of swaps in the open layers; returns how many.
+def swap(shares: Shares, load_LP: Floats, goal: float | Floats, attempt: int = 0) -> int:
+    """One round of swaps; returns how many.
 
     The experts of a pair whose shares differ by nearest the right amount change places.
     """
-    pairs = _pairs_by_load(shares, goal, np.ones(shares.ids_LPS.shape[:2], bool), attempt)
+    pairs = _pairs_by_load(load_LP, goal, np.ones(load_LP.shape, bool), attempt)
     first_N = pairs.nth_N == 0  # a heavy actor's slots must not be used twice
     heavy_N, light_N, _, amount_N = (column[first_N] for column in pairs)
     ours_NQ, theirs_NQ = _spread(shares, heavy_N), _spread(shares, light_N)
@@ -129,46 +128,48 @@ def _able(shares: Shares) -> Bools:
     return able_LP
 
 
-def _pairs_by_load(shares: Shares, goal: float, able_LP: Bools, attempt: int = 0) -> Pairs:
+def _pairs_by_load(
+    load_LP: Floats, goal: float | Floats, able_LP: Bools, attempt: int = 0
+) -> Pairs:
     """Pours the excess of the heaviest into the room of the lightest, in order (the north-west
     corner of the transport problem).
 
     An actor counts as heavy above `goal`, and as light below 1 if it is able to take something.
     attempt: 0 is in order of load, others try other partners and those that can pass load on.
     """
-    at_O = np.flatnonzero(shares.open_L)
-    load_OP = shares.strain_LP[at_O]
-    layers, actors = load_OP.shape
-    row_O1 = np.arange(layers)[:, None]
-    order_OP, ceiling = load_OP, 1.0
+    layers, actors = load_LP.shape
+    row_L1 = np.arange(layers)[:, None]
+    order_LP, ceiling = load_LP, 1.0
     if attempt:
-        order_OP = load_OP + SHUFFLE * (np.arange(actors) * GOLDEN * attempt % 1.0)
+        order_LP = load_LP + min(SHUFFLE * attempt, MOST) * (
+            np.arange(actors) * GOLDEN * attempt % 1.0
+        )
         ceiling = RELAY
-    lightest_OP = np.argsort(order_OP, axis=1, kind="stable")
-    sorted_OP = load_OP[row_O1, lightest_OP]
-    takes_OP = able_LP[at_O[:, None], lightest_OP] & (sorted_OP <= goal)
-    room_OP = np.maximum(ceiling - sorted_OP, 0.0) * takes_OP
-    heaviest_first_OP = sorted_OP[:, ::-1]
-    excess_OP = np.where(heaviest_first_OP > goal, heaviest_first_OP - 1.0, 0.0)
+    lightest_LP = np.argsort(order_LP, axis=1, kind="stable")
+    sorted_LP = load_LP[row_L1, lightest_LP]
+    takes_LP = able_LP[row_L1, lightest_LP] & (sorted_LP <= goal)
+    room_LP = np.maximum(ceiling - sorted_LP, 0.0) * takes_LP
+    heaviest_first_LP = sorted_LP[:, ::-1]
+    excess_LP = np.where(heaviest_first_LP > goal, heaviest_first_LP - 1.0, 0.0)
     # One searchsorted over all layers: each layer's sums lie in a range of their own.
-    offset_O1 = row_O1 * 4.0 * actors
-    poured_OP = np.cumsum(excess_OP, axis=1) + offset_O1
-    middle_OP = np.cumsum(room_OP, axis=1) - room_OP / 2 + offset_O1
-    nth_heavy_OP = np.searchsorted(poured_OP.reshape(-1), middle_OP.reshape(-1), side="right")
-    nth_heavy_OP = nth_heavy_OP.reshape(load_OP.shape) - row_O1 * actors
-    row_N, nth_light_N = np.nonzero((room_OP > 0.0) & (nth_heavy_OP < actors))
-    nth_heavy_N = nth_heavy_OP[row_N, nth_light_N]
+    offset_L1 = row_L1 * 4.0 * actors
+    poured_LP = np.cumsum(excess_LP, axis=1) + offset_L1
+    middle_LP = np.cumsum(room_LP, axis=1) - room_LP / 2 + offset_L1
+    nth_heavy_LP = np.searchsorted(poured_LP.reshape(-1), middle_LP.reshape(-1), side="right")
+    nth_heavy_LP = nth_heavy_LP.reshape(load_LP.shape) - row_L1 * actors
+    row_N, nth_light_N = np.nonzero((room_LP > 0.0) & (nth_heavy_LP < actors))
+    nth_heavy_N = nth_heavy_LP[row_N, nth_light_N]
     nth_N = _nth_in_run(row_N * actors + nth_heavy_N)
-    excess_N = excess_OP[row_N, nth_heavy_N]
+    excess_N = excess_LP[row_N, nth_heavy_N]
     n = np.flatnonzero(excess_N > nth_N * LEAST)
     row_N, nth_light_N, nth_heavy_N = row_N[n], nth_light_N[n], nth_heavy_N[n]
-    nth_N, excess_N, room_N = nth_N[n], excess_N[n], room_OP[row_N, nth_light_N]
+    nth_N, excess_N, room_N = nth_N[n], excess_N[n], room_LP[row_N, nth_light_N]
     run_N = np.cumsum(nth_N == 0) - 1
     part_N = excess_N * room_N / np.bincount(run_N, room_N)[run_N]
-    base_N = at_O[row_N] * actors
+    base_N = row_N * actors
     return Pairs(
-        base_N + lightest_OP[row_N, actors - 1 - nth_heavy_N],
-        base_N + lightest_OP[row_N, nth_light_N],
+        base_N + lightest_LP[row_N, actors - 1 - nth_heavy_N],
+        base_N + lightest_LP[row_N, nth_light_N],
         nth_N,
         # More than fits passes on to those with whom the light actor shares other experts.
         np.minimum(part_N, np.maximum(room_N, (excess_N + room_N) / 2)),

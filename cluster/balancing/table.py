@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 Rows = tuple[tuple[int, ...], ...]
 Ints = NDArray[np.int64]
+Ids = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
 FREE = -1
@@ -26,7 +27,7 @@ def to_table(layers: Iterable[Rows], actors: int, slots: int) -> Ints:
     return table.reshape(-1, actors, slots)
 
 
-def changed_rows(layers: list[Rows], table_LPS: Ints, new_LPS: Ints) -> list[Rows]:
+def changed_rows(layers: list[Rows], table_LPS: Ints, new_LPS: Ids) -> list[Rows]:
     """The layers of `table_LPS` with the actors changed that differ in the new one."""
     actors = table_LPS.shape[1]
     changed_A = (table_LPS != new_LPS).any(2).reshape(-1)
