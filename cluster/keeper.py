@@ -149,7 +149,7 @@ def start_keeper(
         elif owns_ray:
             ray.shutdown()
         if isinstance(error, RayTaskError) and isinstance(error.cause, LaunchError):
-            raise LaunchError(str(error.cause)) from error.cause
+            raise error.cause from error
         if isinstance(error, RayActorError | ValueError):
             raise LaunchError(first_line(error)) from error
         raise

@@ -33,12 +33,21 @@ from expertmesh.cluster.watch import first_line
 
 __all__ = ["LaunchError", "Mesh", "Progress", "State", "start"]
 
+# What a checkpoint that cannot be served raises, here or in an actor.
+DAMAGE = (ConfigError, CheckpointError)
 # Time for the running step to end and the farewells to go out.
 LEAVE_S = 5.0
 
 
 class LaunchError(RuntimeError):
-    """The mesh could not be started. Nothing of it is left."""
+    """The mesh could not be started. Nothing of it is left. damaged: because of the checkpoint."""
+
+    def __init__(self, message: str, damaged: bool = False) -> None:
+        super().__init__(message, damaged)  # all arguments, so that it survives pickling
+        self.message, self.damaged = message, damaged
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class State(NamedTuple):
@@ -144,7 +153,7 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
         ConfigError, CheckpointError, PlacementError, RecordingError, OSError,
         ray_cluster.RayUnavailable,
     ) as error:  # fmt: skip
-        raise LaunchError(str(error)) from error
+        raise LaunchError(str(error), isinstance(error, DAMAGE)) from error
     crew = Crew(settings)
     workers: list[Worker] = []
     try:
@@ -168,7 +177,8 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
     except BaseException as error:
         _end(crew, workers, owns_ray)
         if isinstance(error, CrewError):
-            raise LaunchError(str(error)) from (error.__cause__ or error)
+            told = getattr(error.__cause__, "cause", None)  # Ray's error carries the actor's
+            raise LaunchError(str(error), isinstance(told, DAMAGE)) from error
         if isinstance(error, RayError | TopologyError | TimeoutError | ValueError):
             raise LaunchError(first_line(error)) from error
         raise

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -22,7 +23,7 @@ from expertmesh.deploy.stop_signals import Stopped, handle_signals, stop_by_sign
 
 
 def run(options: ServeOptions) -> None:
-    """Returns after a stop signal. Raises Refused."""
+    """Ends with a stop signal: returns, or leaves at once where Ray ran. Raises Refused."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     stop_by_signal()
@@ -50,12 +51,20 @@ def run(options: ServeOptions) -> None:
 
                 serve_mesh(console, options, config, slots)
     except Stopped:
-        console.print("stopped")
+        _stopped(console)
     except SystemExit as ended:
         # ray.init replaces the handler of SIGTERM by one that exits with its number.
         if ended.code != signal.SIGTERM:
             raise
-        console.print("stopped")
+        _stopped(console)
+
+
+def _stopped(console: Console) -> None:
+    console.print("stopped")
+    if "ray" in sys.modules:
+        from expertmesh.deploy.serve_mesh import leave_at_once
+
+        leave_at_once(0)
 
 
 def _choose_slots(

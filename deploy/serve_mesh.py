@@ -4,14 +4,14 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
 
-from expertmesh.actors.model.checkpoint import CheckpointError
-from expertmesh.actors.model.config import ConfigError, ModelConfig
+from expertmesh.actors.model.config import ModelConfig
 from expertmesh.deploy import preflight
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.mesh_news import Status, news
@@ -104,6 +104,14 @@ def _run_mesh(
             ray.shutdown()
 
 
+def leave_at_once(code: int) -> NoReturn:
+    """Ends this process without the interpreter's last rites, once all is stopped: a signal that
+    came in the middle of Ray's start leaves threads that abort the process in them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _start(console: Console, options: ServeOptions, settings: "ClusterSettings") -> "Keeper":
     """The running mesh. Raises Refused."""
     from expertmesh.cluster.keeper import start_keeper
@@ -123,7 +131,7 @@ def _start(console: Console, options: ServeOptions, settings: "ClusterSettings")
     try:
         return start_keeper(settings, progress)
     except LaunchError as error:
-        if found_damage(error):
+        if error.damaged:
             raise preflight.bad_checkpoint(options.model, error) from error
         raise Refused(ExitCode.LAUNCH, f"the mesh did not start: {error}") from error
     except Exception as error:  # Ray's own start-up raises anything
@@ -150,14 +158,6 @@ def _tell_news(console: Console, keeper: "Keeper") -> NoReturn:
             console.print(f"  {time.strftime('%H:%M:%S')}  [{style}]{escape(line)}[/]")
         before = after
         time.sleep(NEWS_SECONDS)
-
-
-def found_damage(error: BaseException) -> bool:
-    """Whether a start failed because of the checkpoint: here, or in an actor (then Ray's error
-    carries the actor's as `cause`)."""
-    cause = error.__cause__
-    found = (cause, getattr(cause, "cause", None))
-    return any(isinstance(one, CheckpointError | ConfigError) for one in found)
 
 
 def _wait_ready(options: ServeOptions, limit: float = 60.0) -> None:

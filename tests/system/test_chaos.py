@@ -4,6 +4,8 @@
 """
 
 import json
+import os
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -44,7 +46,7 @@ def test_readiness_is_red_exactly_while_nothing_can_be_served(tmp_path: Path) ->
         refused: list[tuple[int, str, str]] = []
 
         def harm() -> None:
-            siege.harm("kill", siege.status()["experts"][1])
+            os.kill(siege.status()["experts"][1]["pid"], signal.SIGKILL)
             end = time.monotonic() + 60
             while time.monotonic() < end:
                 status, body = _get(f"{url}/ready")

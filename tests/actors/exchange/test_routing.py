@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from expertmesh.actors.exchange.base import ExchangeError
+from expertmesh.actors.exchange.mesh import MeshExchange
 from expertmesh.actors.exchange.roster import Routing
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from tests.actors.exchange.pool import Placement, Pool, company, walk
@@ -174,9 +175,18 @@ def test_a_version_that_a_rank_never_heard_of_is_named() -> None:
         placed = mesh.roster.placed
         mesh.exchanges[0].route(Routing(3, placed))
         mesh.exchanges[1].route(Routing(2, placed))
-        work = [partial(walk, e, LAYERS, [shape.rows(4)]) for e in mesh.exchanges]
-        with pytest.raises(ExchangeError, match=r"version 2 is not known here|attention 0"):
-            in_threads(work)
+        errors: list[ExchangeError] = []
+
+        def fail(exchange: MeshExchange) -> None:
+            with pytest.raises(ExchangeError) as caught:
+                walk(exchange, LAYERS, [shape.rows(4)])
+            errors.append(caught.value)
+
+        # The other rank hears of it as a lost connection, of whoever hung up first.
+        in_threads([partial(fail, exchange) for exchange in mesh.exchanges])
+        assert len(errors) == 2
+        (unknown,) = [error for error in errors if "is not known here" in error.reason]
+        assert unknown.reason == "routing version 2 is not known here" and unknown.rank == 0
 
 
 def test_a_routing_that_does_not_fit_is_refused_and_changes_nothing() -> None:
