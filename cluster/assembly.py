@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from expertmesh.cluster.balancing.recovery import NoCapacity
-from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.epochs import form
 from expertmesh.cluster.membership import Epoch, Worker
 from expertmesh.cluster.placement import Placement
 from expertmesh.cluster.ranks import ExpertRanks, Share, share_of_newcomer
 from expertmesh.cluster.settings import ClusterSettings
+from expertmesh.cluster.worker_pool import WorkerError, WorkerPool
 
 # How long all attention ranks may take to use a new routing: a long step, and two messages.
 FLIP_S = 12.0
@@ -29,13 +29,13 @@ class Assembly:
     def __init__(
         self,
         settings: ClusterSettings,
-        crew: Crew,
+        pool: WorkerPool,
         attention: Sequence[Worker],
         ranks: ExpertRanks,
     ) -> None:
-        """Workers that have loaded. Raises CrewError when they do not come together in a first
+        """Workers that have loaded. Raises WorkerError when they do not come together in a first
         epoch."""
-        self._settings, self._crew = settings, crew
+        self._settings, self._pool = settings, pool
         self.attention, self.ranks = list(attention), ranks
         self.slots = settings.slots(ranks.experts, settings.expert_actors)
         self.reloaded = 0  # copies read again because no survivor had one
@@ -73,7 +73,7 @@ class Assembly:
     def form(self) -> None:
         """Makes one epoch of all workers, with every expert in it.
 
-        Raises NoCapacity when they cannot hold all experts, CrewError when somebody fails.
+        Raises NoCapacity when they cannot hold all experts, WorkerError when somebody fails.
         """
         if not self.attention:
             raise NoCapacity("no attention replica is left")
@@ -85,7 +85,7 @@ class Assembly:
     def _form(self, limit_s: float) -> Epoch:
         self._number, self._version = self._number + 1, self._version + 1
         workers, placement = (self.attention, self.ranks.workers), self.ranks.placement
-        return form(self._crew, self._number, self._version, *workers, placement, limit_s)
+        return form(self._pool, self._number, self._version, *workers, placement, limit_s)
 
     def _seat_orphans(self) -> None:
         """Experts whose last copy was lost are loaded again by the workers that are left."""
@@ -97,7 +97,7 @@ class Assembly:
                 getattr(worker.handle, verb).remote(share, *more)
                 for worker, share in zip(asked, shares.values(), strict=True)
             ]
-            self._crew.ask(asked, calls, verb.replace("_", " "), self._settings.load_timeout_s)
+            self._pool.ask(asked, calls, verb.replace("_", " "), self._settings.load_timeout_s)
 
         # Known before it is done: if this attempt ends half-way, the next one must neither rely on
         # a copy that may be gone nor forget one that may have come.
@@ -135,7 +135,7 @@ class Assembly:
                 for layer, ids in worker.held.items()
             }
             calls.append(worker.handle.drop.remote(gone, self.epoch.version))
-        self._crew.wait(calls, FREE_S)
+        self._pool.wait(calls, FREE_S)
 
     def flip(self, placement: Placement) -> bool:
         """Routes by `placement` from the next step on. Every copy it names must be in place.
@@ -147,8 +147,8 @@ class Assembly:
         new = replace(self.epoch, placement=placement, version=self._version)
         calls = [worker.handle.route.remote(new.routing()) for worker in self.attention]
         try:
-            versions = self._crew.ask(self.attention, calls, "take the new routing", FLIP_S)
-        except CrewError:
+            versions = self._pool.ask(self.attention, calls, "take the new routing", FLIP_S)
+        except WorkerError:
             versions = [-1]
         self.ranks.placement = placement
         if any(version != new.version for version in versions):

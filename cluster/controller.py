@@ -15,9 +15,6 @@ from typing import Any
 
 from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.balancing.recovery import NoCapacity
-from expertmesh.cluster.bulletin import TICK_S, Bulletin
-from expertmesh.cluster.condition import Counts, Status
-from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.directory import Directory, ScaleError
 from expertmesh.cluster.epochs import HalfMoved
 from expertmesh.cluster.events import (
@@ -32,12 +29,14 @@ from expertmesh.cluster.events import (
     WorkerLost,
 )
 from expertmesh.cluster.membership import Kind, Worker
+from expertmesh.cluster.mesh_state import TICK_S, Counts, MeshState, Status
 from expertmesh.cluster.placement import Placement
+from expertmesh.cluster.provisioner import Provisioner
 from expertmesh.cluster.ranks import Share
-from expertmesh.cluster.recruits import Recruits
 from expertmesh.cluster.seats import Seats
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.watch import Watch
+from expertmesh.cluster.worker_pool import WorkerError, WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +54,8 @@ MOST_REPLICAS = 1000
 class Controller:
     """Owns the membership of a mesh from its first epoch on."""
 
-    def __init__(self, settings: ClusterSettings, crew: Crew, mesh: Assembly) -> None:
-        self.settings, self._crew, self.mesh = settings, crew, mesh
+    def __init__(self, settings: ClusterSettings, pool: WorkerPool, mesh: Assembly) -> None:
+        self.settings, self._pool, self.mesh = settings, pool, mesh
         # Guards `mesh` and what follows. Held while an epoch forms, which takes long when experts
         # have to be read; who only wants to know or to wish something does without it.
         self.lock = threading.RLock()
@@ -65,17 +64,17 @@ class Controller:
         self._dirty = False  # the epoch is not what the workers here should be
         self._dying: set[Worker] = set()  # the watch has ended them; the loss is in the inbox
         self._breaks: list[float] = []  # when epochs broke without a loss
-        self._seats = Seats(mesh, crew.give_back)
-        self._bulletin = Bulletin(self._replicas, settings.recovery.grace_s)
+        self._seats = Seats(mesh, pool.give_back)
+        self._state = MeshState(self._replicas, settings.recovery.grace_s)
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._recruits = Recruits(settings, crew, self.post, self._share)
+        self._provisioner = Provisioner(settings, pool, self.post, self._share)
         self._watch = Watch(
             settings.watch,
             self._report,
             lambda epoch, why: self.post(EpochBroken(epoch, why)),
         )
         self._watch.follow(mesh.workers)
-        self._bulletin.publish()
+        self._state.publish()
         self._thread = threading.Thread(target=self._main, name="mesh-control", daemon=True)
         self._thread.start()
 
@@ -93,20 +92,20 @@ class Controller:
     def stop(self) -> None:
         """No decision is taken any more. The workers are the caller's to end."""
         self._watch.stop()
-        self._recruits.stop()
+        self._provisioner.stop()
         self._inbox.put(None)
         self._thread.join(10.0)
-        self._bulletin.enter("stopped", "the mesh was stopped")
+        self._state.enter("stopped", "the mesh was stopped")
 
     # --- what others may ask, from any thread ---------------------------------------------------
 
     @property
     def status(self) -> Status:
-        return self._bulletin.status
+        return self._state.status
 
     def directory(self, seen: int, wait_s: float) -> Directory:
-        """See Bulletin.directory."""
-        return self._bulletin.directory(seen, wait_s)
+        """See MeshState.directory."""
+        return self._state.directory(seen, wait_s)
 
     def scale(self, experts: int | None, attention: int | None, dry_run: bool = False) -> None:
         """Sets how many workers there should be. Raises ScaleError; dry_run: does nothing else."""
@@ -183,7 +182,7 @@ class Controller:
             except Exception:
                 _log.exception("the control thread stumbled over %s", event)
                 self._post_later(RETRY_S, Retry())
-            self._bulletin.publish()
+            self._state.publish()
 
     def _absorb(self, event: Event) -> None:
         """Takes note; the work is in _repair and _reconcile."""
@@ -231,7 +230,7 @@ class Controller:
         self.mesh.remove(worker)
         self.mesh.abort_epoch(why)
         self._dirty = True
-        self._bulletin.enter("recovering", why)
+        self._state.enter("recovering", why)
         if not ended:
             self._end([worker])  # a stopped process must not come back
         self._seats.lose(worker)
@@ -247,7 +246,7 @@ class Controller:
             for worker in self.mesh.attention:
                 worker.handle.give_up.remote(why)
         self._dirty = True
-        self._bulletin.enter("recovering", reason)
+        self._state.enter("recovering", reason)
 
     def _join(self, worker: Worker) -> None:
         self._seats.sit(worker)
@@ -276,9 +275,9 @@ class Controller:
                 self.mesh.form()
             except NoCapacity as error:
                 self._dirty = False  # until somebody joins
-                self._bulletin.enter("unserviceable", self._bulletin.because(str(error)))
+                self._state.enter("unserviceable", self._state.because(str(error)))
                 return
-            except CrewError as error:
+            except WorkerError as error:
                 failure = str(error)
                 _log.warning("no new epoch: %s", failure)
                 if isinstance(error, HalfMoved):
@@ -291,19 +290,19 @@ class Controller:
                 self.counts.failovers += 1
                 self.counts.recovery_s = time.monotonic() - began
             self._dirty = False
-            self._bulletin.enter("ready", "")
+            self._state.enter("ready", "")
             self._settle()
             return
         if self.status.state != "ready":  # else the epoch before is as good as it was
             apart = f"the actors do not come together: {failure}"
-            self._bulletin.enter("unserviceable", self._bulletin.because(apart))
+            self._state.enter("unserviceable", self._state.because(apart))
         self._post_later(RETRY_S, Retry())
 
     def _catch_up(self, error: HalfMoved, attempt: int) -> None:
         """Those who have moved and those who have not need one epoch again. Who stays behind a
         second time is lost."""
         if self.status.state == "ready":
-            self._bulletin.enter("recovering", str(error))
+            self._state.enter("recovering", str(error))
         if attempt > 0:
             for worker in error.behind:
                 if worker not in self.mesh.newcomers:
@@ -356,14 +355,14 @@ class Controller:
         seat = self._seats.claim(kind)
         # Who was lost is replaced with patience.
         attempts = 1 + self.settings.recovery.restarts if seat in self._seats.tries else 1
-        self._recruits.fill(kind, seat, self._seats.bundles.get(seat), attempts)
+        self._provisioner.fill(kind, seat, self._seats.bundles.get(seat), attempts)
 
     def _leave(self, worker: Worker) -> None:
         """An attention replica drains by itself; the copies of an expert actor are moved away by
         whoever plans the balance, who then posts Drained."""
         self._seats.leaving.add(worker)
         if worker.kind == "attention":
-            self._recruits.drain(worker, DRAIN_S)
+            self._provisioner.drain(worker, DRAIN_S)
 
     def _share(self, seat: str) -> Share:
         with self.lock:
@@ -392,7 +391,7 @@ class Controller:
 
     def _end(self, workers: list[Worker]) -> None:
         if workers:
-            threading.Thread(target=self._crew.end, args=(workers,), daemon=True).start()
+            threading.Thread(target=self._pool.end, args=(workers,), daemon=True).start()
 
     def _post_later(self, seconds: float, event: Event) -> None:
         timer = threading.Timer(seconds, self.post, (event,))

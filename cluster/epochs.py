@@ -6,12 +6,12 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.membership import Epoch, Worker
 from expertmesh.cluster.placement import Placement
+from expertmesh.cluster.worker_pool import WorkerError, WorkerPool
 
 
-class HalfMoved(CrewError):
+class HalfMoved(WorkerError):
     """Some attention ranks are in the new epoch and some are not: neither epoch works any more."""
 
     def __init__(self, message: str, behind: Sequence[Worker]) -> None:
@@ -20,7 +20,7 @@ class HalfMoved(CrewError):
 
 
 def form(
-    crew: Crew,
+    pool: WorkerPool,
     number: int,
     version: int,
     attention: Sequence[Worker],
@@ -33,7 +33,7 @@ def form(
     Until all have met, the present epoch goes on serving, and a failure leaves it as it was. Then
     each attention rank moves to the new one and sends again what it had in flight in the old one.
     version: of the routing that the placement is. Numbers and versions only ever grow. Raises
-    CrewError; HalfMoved when the present epoch is not as it was.
+    WorkerError; HalfMoved when the present epoch is not as it was.
     """
     everybody = [*attention, *experts]
     members = tuple(w.member for w in attention), tuple(w.member for w in experts)
@@ -41,13 +41,13 @@ def form(
         store = ("", 0)
         if experts:
             opened = attention[0].handle.open_store.remote(number)
-            (store,) = crew.ask(attention[:1], [opened], "open a store", meet_s)
+            (store,) = pool.ask(attention[:1], [opened], "open a store", meet_s)
         epoch = Epoch(number, *members, placement, store, version)
         # The whole placement, once instead of per actor.
-        roster = crew.share(epoch.roster(meet_s)) if experts else None
+        roster = pool.share(epoch.roster(meet_s)) if experts else None
         calls = [worker.handle.prepare.remote(roster, r) for r, worker in enumerate(everybody)]
-        crew.ask(everybody, calls, f"join epoch {number}", meet_s)
-    except CrewError:
+        pool.ask(everybody, calls, f"join epoch {number}", meet_s)
+    except WorkerError:
         for worker in everybody:
             with contextlib.suppress(RayError):
                 worker.handle.discard.remote(number)
@@ -55,18 +55,18 @@ def form(
     # No way back from here: whoever does not follow has to be left behind in the next one.
     calls = [worker.handle.switch.remote(number) for worker in attention]
     try:
-        crew.ask(attention, calls, f"move to epoch {number}", meet_s)
-    except CrewError as error:
-        behind = [w for w, call in zip(attention, calls, strict=True) if not _done(crew, w, call)]
+        pool.ask(attention, calls, f"move to epoch {number}", meet_s)
+    except WorkerError as error:
+        behind = [w for w, call in zip(attention, calls, strict=True) if not _done(pool, w, call)]
         raise HalfMoved(str(error), behind) from error
     for worker in experts:
         worker.handle.retire.remote(number)
     return epoch
 
 
-def _done(crew: Crew, worker: Worker, call: Any) -> bool:
+def _done(pool: WorkerPool, worker: Worker, call: Any) -> bool:
     try:
-        crew.ask([worker], [call], "move", 0.0)
-    except CrewError:
+        pool.ask([worker], [call], "move", 0.0)
+    except WorkerError:
         return False
     return True

@@ -12,12 +12,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from expertmesh.cluster import ray_cluster
-from expertmesh.cluster.crew import Progress
 from expertmesh.cluster.directory import Directory
 from expertmesh.cluster.launch import LaunchError, Mesh, start
 from expertmesh.cluster.operators import Wish
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.watch import first_line
+from expertmesh.cluster.worker_pool import Progress
 
 _log = logging.getLogger(__name__)
 

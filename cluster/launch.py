@@ -16,7 +16,6 @@ from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.cluster import operators, ray_cluster
 from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.controller import Controller
-from expertmesh.cluster.crew import Crew, CrewError, Progress
 from expertmesh.cluster.directory import Directory
 from expertmesh.cluster.groups.partition import groups_from_recording
 from expertmesh.cluster.groups.place import place_groups
@@ -30,6 +29,7 @@ from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.topology import TopologyError, bundle_of, check_fits, gpus_per_actor
 from expertmesh.cluster.upkeep import Upkeep
 from expertmesh.cluster.watch import first_line
+from expertmesh.cluster.worker_pool import Progress, WorkerError, WorkerPool
 
 __all__ = ["LaunchError", "Mesh", "Progress", "State", "start"]
 
@@ -63,14 +63,14 @@ class Mesh:
     def __init__(
         self,
         settings: ClusterSettings,
-        crew: Crew,
+        pool: WorkerPool,
         controller: Controller,
         upkeep: Upkeep,
         owns_ray: bool,
     ) -> None:
         self.settings, self.controller, self.upkeep = settings, controller, upkeep
         self.recorder = Recorder(upkeep.traffic)
-        self._crew, self._owns_ray = crew, owns_ray
+        self._pool, self._owns_ray = pool, owns_ray
         self._stop_lock = threading.Lock()
         self._stopped = False
 
@@ -136,7 +136,7 @@ class Mesh:
         with contextlib.suppress(RayError):
             ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
         workers = [*self.controller.mesh.attention, *self.controller.mesh.ranks.workers]
-        _end(self._crew, workers, self._owns_ray)
+        _end(self._pool, workers, self._owns_ray)
 
 
 def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None = None) -> Mesh:
@@ -154,7 +154,7 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
         ray_cluster.RayUnavailable,
     ) as error:  # fmt: skip
         raise LaunchError(str(error), isinstance(error, DAMAGE)) from error
-    crew = Crew(settings)
+    pool = WorkerPool(settings)
     workers: list[Worker] = []
     try:
         gpus = gpus_per_actor(settings, ray_cluster.nodes())
@@ -164,19 +164,19 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
             ("attention", f"attention-{i}") for i in range(settings.attention_replicas)
         ]
         seats += [("expert", f"expert-{i}") for i in range(settings.expert_actors)]
-        workers = crew.start(crew.reserve(seats, settings.placement_timeout_s))
+        workers = pool.start(pool.reserve(seats, settings.placement_timeout_s))
         attention = workers[: settings.attention_replicas]
         experts = workers[settings.attention_replicas :]
         shares = {worker.seat: placement.of_actor(rank) for rank, worker in enumerate(experts)}
-        crew.load(workers, shares, progress)
+        pool.load(workers, shares, progress)
         ranks = ExpertRanks(config.num_experts, placement, list(experts))
-        mesh = Assembly(settings, crew, attention, ranks)
-        controller = Controller(settings, crew, mesh)
-        upkeep = Upkeep(settings, config, controller, crew, groups)
-        return Mesh(settings, crew, controller, upkeep, owns_ray)
+        mesh = Assembly(settings, pool, attention, ranks)
+        controller = Controller(settings, pool, mesh)
+        upkeep = Upkeep(settings, config, controller, pool, groups)
+        return Mesh(settings, pool, controller, upkeep, owns_ray)
     except BaseException as error:
-        _end(crew, workers, owns_ray)
-        if isinstance(error, CrewError):
+        _end(pool, workers, owns_ray)
+        if isinstance(error, WorkerError):
             told = getattr(error.__cause__, "cause", None)  # Ray's error carries the actor's
             raise LaunchError(str(error), isinstance(told, DAMAGE)) from error
         if isinstance(error, RayError | TopologyError | TimeoutError | ValueError):
@@ -220,8 +220,8 @@ def _placement(settings: ClusterSettings, config: ModelConfig, groups: Groups | 
     return placement if groups is None else place_groups(groups, None, actors, slots)
 
 
-def _end(crew: Crew, workers: list[Worker], owns_ray: bool) -> None:
-    crew.end(workers)
-    crew.release()
+def _end(pool: WorkerPool, workers: list[Worker], owns_ray: bool) -> None:
+    pool.end(workers)
+    pool.release()
     if owns_ray:
         ray.shutdown()

@@ -9,8 +9,8 @@ from typing import Any
 from expertmesh.cluster.balancing.plan import Drop, Move, Plan
 from expertmesh.cluster.balancing.waves import Wave, schedule
 from expertmesh.cluster.controller import Controller
-from expertmesh.cluster.crew import Crew, CrewError
 from expertmesh.cluster.membership import Worker
+from expertmesh.cluster.worker_pool import WorkerError, WorkerPool
 
 
 class PlanAbandoned(RuntimeError):
@@ -37,8 +37,8 @@ class Mover:
     which of two complete sets of copies the next steps use.
     """
 
-    def __init__(self, controller: Controller, crew: Crew, transfer_s: float) -> None:
-        self._controller, self._crew, self._transfer_s = controller, crew, transfer_s
+    def __init__(self, controller: Controller, pool: WorkerPool, transfer_s: float) -> None:
+        self._controller, self._pool, self._transfer_s = controller, pool, transfer_s
         self.moves = Moves()
         self._stopping = threading.Event()
 
@@ -74,7 +74,7 @@ class Mover:
                 staged += batch  # also what a failing round has brought
                 self._copy(batch, workers)
             flipped = self._controller.flip(epoch, wave.placement)
-        except CrewError as error:
+        except WorkerError as error:
             self._forget(_drops_of(staged), workers)
             raise PlanAbandoned(str(error)) from error
         if not flipped:
@@ -97,10 +97,10 @@ class Mover:
                 )
             )
         try:
-            self._crew.ask(targets, calls, "adopt an expert", self._transfer_s + 5.0)
-        except CrewError:
+            self._pool.ask(targets, calls, "adopt an expert", self._transfer_s + 5.0)
+        except WorkerError:
             # What is still on its way must have landed before it can be forgotten.
-            self._crew.wait(calls, self._transfer_s)
+            self._pool.wait(calls, self._transfer_s)
             raise
 
     def _forget(self, drops: Iterable[Drop], workers: Sequence[Worker]) -> None:

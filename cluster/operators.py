@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 from expertmesh.cluster.balancing.plan import Plan
-from expertmesh.cluster.condition import Status
 from expertmesh.cluster.controller import Controller
 from expertmesh.cluster.directory import ScaleError
 from expertmesh.cluster.membership import Epoch, Kind, Worker
+from expertmesh.cluster.mesh_state import Status
 from expertmesh.cluster.mover import Mover
 from expertmesh.cluster.ranks import Share
 

@@ -8,13 +8,13 @@ from expertmesh.actors.model.config import ModelConfig
 from expertmesh.cluster.balancing.plan import BalanceError, Plan
 from expertmesh.cluster.balancing.planner import balance
 from expertmesh.cluster.controller import Controller
-from expertmesh.cluster.crew import Crew
 from expertmesh.cluster.events import Drained
 from expertmesh.cluster.groups.types import Groups
 from expertmesh.cluster.mover import Mover, PlanAbandoned
-from expertmesh.cluster.pilot import Pilot
+from expertmesh.cluster.scaling_loop import ScalingLoop
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.traffic import Traffic
+from expertmesh.cluster.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -32,16 +32,16 @@ class Upkeep:
         settings: ClusterSettings,
         config: ModelConfig,
         controller: Controller,
-        crew: Crew,
+        pool: WorkerPool,
         groups: Groups | None = None,
     ) -> None:
         """groups: experts that should rather stay together."""
         self._settings, self._controller, self._groups = settings, controller, groups
         self.traffic = Traffic(config, controller, settings.load.model.name)
-        self.mover = Mover(controller, crew, settings.rebalance.transfer_s)
-        self.pilot: Pilot | None = None
+        self.mover = Mover(controller, pool, settings.rebalance.transfer_s)
+        self.scaling: ScalingLoop | None = None
         if settings.autoscale is not None:
-            self.pilot = Pilot(settings.autoscale, controller, self.traffic)
+            self.scaling = ScalingLoop(settings.autoscale, controller, self.traffic)
         self._window = self._looked = self._steered = time.monotonic()
         self._planned_for = -1  # the epoch whose placement was last looked at
         self._asked = threading.Event()
@@ -92,9 +92,9 @@ class Upkeep:
         if now - self._window >= WINDOW_S:
             self._window = now
             self.traffic.close_window()
-        if self.pilot is not None and now - self._steered >= self.pilot.settings.period_s:
+        if self.scaling is not None and now - self._steered >= self.scaling.settings.period_s:
             self._steered = now
-            self.pilot.steer()
+            self.scaling.steer()
         if self._controller.status.state == "ready" and self._is_due(now):
             self._carry_out()
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from expertmesh.cluster.crew import CrewError
 from expertmesh.cluster.directory import ScaleError
 from expertmesh.cluster.events import Drained, EpochBroken, Joined
 from expertmesh.cluster.placement import Placement
 from expertmesh.cluster.settings import RecoverySettings
+from expertmesh.cluster.worker_pool import WorkerError
 from tests.support.fake_workers import FakeMesh
 
 QUICK = RecoverySettings(grace_s=0.05)
@@ -41,10 +41,12 @@ def test_a_lost_expert_actor_is_absorbed_by_the_others_and_replaced(make: Any) -
     mesh.settle(lambda: mesh.mesh.epoch.number == 1)
     mesh.check()
     assert state(mesh) == "ready" and mesh.mesh.reloaded == 6  # 3 experts of each of 2 layers
-    assert victim in mesh.crew.ended
-    assert [(kind, seat) for kind, seat, _, _ in mesh.recruits.wanted] == [("expert", "expert-1")]
-    assert mesh.recruits.wanted[0][2] is victim.bundle
-    newcomer = mesh.recruits.arrive()
+    assert victim in mesh.pool.ended
+    assert [(kind, seat) for kind, seat, _, _ in mesh.provisioner.wanted] == [
+        ("expert", "expert-1")
+    ]
+    assert mesh.provisioner.wanted[0][2] is victim.bundle
+    newcomer = mesh.provisioner.arrive()
     mesh.settle(lambda: mesh.mesh.epoch.number == 2)
     mesh.check()
     assert newcomer in mesh.mesh.ranks.workers and newcomer.seat == "expert-1"
@@ -57,7 +59,7 @@ def test_too_few_slots_say_so_and_serve_again_when_somebody_comes(make: Any) -> 
     directory = mesh.controller.directory(-1, 0)
     assert not directory.serving and "4 of 8 experts per layer have no room" in directory.reason
     assert "was killed" in directory.reason
-    mesh.recruits.arrive()
+    mesh.provisioner.arrive()
     mesh.settle(lambda: state(mesh) == "ready")
     mesh.check()
     assert mesh.controller.directory(-1, 0).serving
@@ -66,10 +68,10 @@ def test_too_few_slots_say_so_and_serve_again_when_somebody_comes(make: Any) -> 
 def test_all_expert_actors_at_once_come_back_with_different_shares(make: Any) -> None:
     mesh = make(recovery=QUICK)
     mesh.kill(*mesh.mesh.ranks.workers)
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 3)
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 3)
     assert state(mesh) == "unserviceable"
     for _ in range(3):
-        mesh.recruits.arrive()
+        mesh.provisioner.arrive()
     mesh.settle(lambda: state(mesh) == "ready" and len(mesh.mesh.ranks.workers) == 3)
     mesh.check()
 
@@ -79,7 +81,7 @@ def test_without_attention_nothing_serves_until_one_is_back(make: Any) -> None:
     mesh.kill(mesh.mesh.attention[0])
     mesh.settle(lambda: state(mesh) == "unserviceable")
     assert mesh.controller.directory(-1, 0).replicas == ()
-    worker = mesh.recruits.arrive()
+    worker = mesh.provisioner.arrive()
     mesh.settle(lambda: state(mesh) == "ready")
     mesh.check()
     assert mesh.controller.directory(-1, 0).replicas == (("attention-0", worker.member.name),)
@@ -87,7 +89,7 @@ def test_without_attention_nothing_serves_until_one_is_back(make: Any) -> None:
 
 def test_a_recovery_is_green_for_its_grace_and_red_after_it(make: Any) -> None:
     mesh = make(recovery=QUICK)
-    mesh.controller._bulletin.enter("recovering", "expert-1 has died")
+    mesh.controller._state.enter("recovering", "expert-1 has died")
     assert mesh.controller.directory(-1, 0).serving
     seen = mesh.controller.directory(-1, 0).version
     red = mesh.controller.directory(seen, 5.0)
@@ -121,38 +123,38 @@ def test_epochs_that_keep_breaking_end_the_requests_in_them(make: Any) -> None:
 def test_a_join_that_fails_leaves_the_old_epoch_serving(make: Any) -> None:
     mesh = make()
     mesh.controller.scale(experts=4, attention=None)
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
-    worker = mesh.recruits.arrive()
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 1)
+    worker = mesh.provisioner.arrive()
     worker.handle.dead = True  # it loaded, then died before it could meet the others
     mesh.settle(lambda: mesh.controller.counts.failed_joins == 1)
     assert state(mesh) == "ready" and mesh.mesh.epoch.number == 0
     assert mesh.controller.desired()["expert"] == 3
-    assert worker in mesh.crew.ended and worker.bundle.group not in mesh.crew.bundles
-    mesh.settle(lambda: mesh.recruits.wanted == [])
+    assert worker in mesh.pool.ended and worker.bundle.group not in mesh.pool.bundles
+    mesh.settle(lambda: mesh.provisioner.wanted == [])
     mesh.check()
 
 
 def test_a_seat_that_cannot_be_filled_is_left_until_somebody_asks(make: Any) -> None:
     mesh = make()
     mesh.kill(mesh.mesh.ranks.workers[0])
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
-    assert mesh.recruits.wanted[0][3] == 6  # one attempt and five restarts
-    mesh.recruits.fail()
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 1)
+    assert mesh.provisioner.wanted[0][3] == 6  # one attempt and five restarts
+    mesh.provisioner.fail()
     mesh.settle(lambda: mesh.controller.counts.failed_joins == 1)
     mesh.settle()
-    assert mesh.recruits.wanted == [] and state(mesh) == "ready"
+    assert mesh.provisioner.wanted == [] and state(mesh) == "ready"
     mesh.controller.scale(experts=3, attention=None)
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 1)
 
 
 def test_a_seat_that_was_given_up_is_tried_again_after_a_rest(make: Any) -> None:
     mesh = make(recovery=RecoverySettings(rest_s=0.05))
     mesh.kill(mesh.mesh.ranks.workers[0])
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
-    mesh.recruits.fail()
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 1)
+    mesh.provisioner.fail()
     mesh.settle(lambda: mesh.controller.counts.failed_joins == 1)
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
-    mesh.recruits.arrive()
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 1)
+    mesh.provisioner.arrive()
     mesh.settle(lambda: mesh.controller.counts.joins == 1)
     mesh.check()
 
@@ -161,7 +163,7 @@ def test_scaling_down_waits_for_the_copies_and_gives_the_place_back(make: Any) -
     mesh = make()
     mesh.controller.scale(experts=2, attention=1)
     mesh.settle(lambda: len(mesh.controller.leaving()) == 2)
-    replica = mesh.recruits.draining[0]
+    replica = mesh.provisioner.draining[0]
     assert [seat for seat, _ in mesh.controller.directory(-1, 0).replicas] == ["attention-0"]
     mesh.post(Drained(replica))
     mesh.settle(lambda: mesh.mesh.epoch.number == 1)
@@ -177,7 +179,7 @@ def test_scaling_down_waits_for_the_copies_and_gives_the_place_back(make: Any) -
     mesh.post(Drained(leaving))
     mesh.settle(lambda: mesh.mesh.epoch.number == 2)
     mesh.check()
-    assert leaving in mesh.crew.ended and leaving.bundle.group not in mesh.crew.bundles
+    assert leaving in mesh.pool.ended and leaving.bundle.group not in mesh.pool.bundles
 
 
 def test_a_rank_that_does_not_flip_gets_a_new_epoch(make: Any) -> None:
@@ -214,8 +216,8 @@ def test_wishes_that_cannot_be_met_are_refused_with_the_field(make: Any) -> None
 def test_a_newcomer_that_does_not_move_does_not_take_the_others_with_it(make: Any) -> None:
     mesh = make()
     mesh.controller.scale(experts=None, attention=3)
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
-    kind, seat, bundle, _ = mesh.recruits.wanted.pop()
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 1)
+    kind, seat, bundle, _ = mesh.provisioner.wanted.pop()
     worker = mesh.make(kind, seat, {}, bundle)
     worker.handle.stays = True
     mesh.post(Joined(worker))
@@ -231,8 +233,8 @@ def test_who_does_not_move_a_second_time_is_lost(make: Any) -> None:
     mesh.post(EpochBroken(0, "connection closed by peer"))
     mesh.settle(lambda: mesh.mesh.attention == [first] and state(mesh) == "ready")
     mesh.check()
-    assert second in mesh.crew.ended
-    assert [seat for _, seat, _, _ in mesh.recruits.wanted] == ["attention-1"]
+    assert second in mesh.pool.ended
+    assert [seat for _, seat, _, _ in mesh.provisioner.wanted] == ["attention-1"]
 
 
 @pytest.mark.parametrize(("kind", "here"), [("attention", 1), ("expert", 2)])
@@ -243,12 +245,12 @@ def test_a_wish_taken_back_is_not_taken_back_again_when_it_fails(
     argument = "attention" if kind == "attention" else "experts"
     for wanted in (here + 2, here):
         mesh.controller.scale(**{"experts": None, "attention": None, argument: wanted})
-        mesh.settle(lambda: len(mesh.recruits.wanted) == 2)
-    mesh.recruits.fail()
-    mesh.recruits.fail()
+        mesh.settle(lambda: len(mesh.provisioner.wanted) == 2)
+    mesh.provisioner.fail()
+    mesh.provisioner.fail()
     mesh.settle(lambda: mesh.controller.counts.failed_joins == 2)
     assert mesh.controller.desired()[kind] == here
-    assert not mesh.controller.leaving() and not mesh.recruits.wanted
+    assert not mesh.controller.leaving() and not mesh.provisioner.wanted
 
 
 def test_a_loss_while_experts_are_read_again_leaves_nothing_believed_that_is_gone(
@@ -260,15 +262,15 @@ def test_a_loss_while_experts_are_read_again_leaves_nothing_believed_that_is_gon
         worker.handle.held = {layer: set(actors[rank]) for layer, actors in held.items()}
         worker.held = {layer: actors[rank] for layer, actors in held.items()}
     assert mesh.controller.flip(0, Placement(held))
-    ask, (_, _, third, fourth) = mesh.crew.ask, tuple(mesh.mesh.ranks.workers)
+    ask, (_, _, third, fourth) = mesh.pool.ask, tuple(mesh.mesh.ranks.workers)
 
     def interrupted(workers: Any, calls: Any, what: str, limit: float) -> Any:
         if what == "load more" and not fourth.handle.dead:
             mesh.kill(fourth)  # copies have made room by now, some of them had their other one here
-            raise CrewError("dead")
+            raise WorkerError("dead")
         return ask(workers, calls, what, limit)
 
-    monkeypatch.setattr(mesh.crew, "ask", interrupted)
+    monkeypatch.setattr(mesh.pool, "ask", interrupted)
     mesh.kill(third)
     mesh.settle(lambda: state(mesh) == "ready" and len(mesh.mesh.ranks.workers) == 2)
     mesh.check()
@@ -280,14 +282,14 @@ def test_a_loss_while_experts_are_read_again_leaves_nothing_believed_that_is_gon
 def test_a_place_that_cannot_be_freed_is_used_again(make: Any) -> None:
     mesh = make()
     leaving = mesh.mesh.attention[1]
-    mesh.crew.shared.add(leaving.bundle.group)
+    mesh.pool.shared.add(leaving.bundle.group)
     mesh.controller.scale(experts=None, attention=1)
-    mesh.settle(lambda: mesh.recruits.draining == [leaving])
+    mesh.settle(lambda: mesh.provisioner.draining == [leaving])
     mesh.post(Drained(leaving))
     mesh.settle(lambda: mesh.mesh.epoch.number == 1)
     mesh.controller.scale(experts=None, attention=2)
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 1)
-    assert mesh.recruits.wanted[0] == ("attention", "attention-1", leaving.bundle, 1)
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 1)
+    assert mesh.provisioner.wanted[0] == ("attention", "attention-1", leaving.bundle, 1)
 
 
 def test_a_departure_that_cannot_be_finished_leaves_the_old_epoch_serving(
@@ -295,18 +297,18 @@ def test_a_departure_that_cannot_be_finished_leaves_the_old_epoch_serving(
 ) -> None:
     mesh = make()
     mesh.controller.scale(experts=None, attention=1)
-    mesh.settle(lambda: len(mesh.recruits.draining) == 1)
+    mesh.settle(lambda: len(mesh.provisioner.draining) == 1)
 
     def refuse(*arguments: Any) -> None:
-        raise CrewError("not all have come")
+        raise WorkerError("not all have come")
 
     with monkeypatch.context() as patch:
         patch.setattr(mesh.mesh, "_form", refuse)
-        mesh.post(Drained(mesh.recruits.draining[0]))
+        mesh.post(Drained(mesh.provisioner.draining[0]))
         mesh.settle(lambda: len(mesh.mesh.attention) == 1)
         assert state(mesh) == "ready" and mesh.mesh.epoch.number == 0
         assert mesh.controller.directory(-1, 0).serving
-        assert mesh.recruits.draining[0] not in mesh.crew.ended
+        assert mesh.provisioner.draining[0] not in mesh.pool.ended
     mesh.settle(lambda: mesh.mesh.epoch.number == 1)
     mesh.check()
 
@@ -321,7 +323,7 @@ def test_who_was_to_leave_stays_when_another_is_lost(make: Any) -> None:
     mesh.settle(lambda: mesh.mesh.epoch.number == 1)
     mesh.check()
     assert state(mesh) == "ready" and leaving in mesh.mesh.ranks.workers
-    assert not mesh.controller.leaving() and not mesh.recruits.wanted
+    assert not mesh.controller.leaving() and not mesh.provisioner.wanted
 
 
 def test_a_wish_for_fewer_with_more_slots_each_serves_again(make: Any) -> None:
@@ -350,15 +352,15 @@ def test_who_falls_silent_while_waited_for_is_ended_at_once(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = make(slots_per_actor=8)
-    ask, frozen = mesh.crew.ask, mesh.mesh.ranks.workers[2]
+    ask, frozen = mesh.pool.ask, mesh.mesh.ranks.workers[2]
     waiting, ended = threading.Event(), threading.Event()
-    end = mesh.crew.end
+    end = mesh.pool.end
 
     def wait(workers: Any, calls: Any, what: str, limit: float) -> Any:
         if what == "load more" and not ended.is_set():
             waiting.set()
             assert ended.wait(10.0), "the process that is waited for has not been ended"
-            raise CrewError("dead")
+            raise WorkerError("dead")
         return ask(workers, calls, what, limit)
 
     def noted(workers: Any) -> None:
@@ -366,14 +368,14 @@ def test_who_falls_silent_while_waited_for_is_ended_at_once(
         if frozen in workers:
             ended.set()
 
-    monkeypatch.setattr(mesh.crew, "ask", wait)
-    monkeypatch.setattr(mesh.crew, "end", noted)
+    monkeypatch.setattr(mesh.pool, "ask", wait)
+    monkeypatch.setattr(mesh.pool, "end", noted)
     mesh.kill(mesh.mesh.ranks.workers[0])
     assert waiting.wait(10.0)
     mesh.controller._report(frozen, "does not answer")
     mesh.settle(lambda: state(mesh) == "ready" and frozen not in mesh.mesh.ranks.workers)
     mesh.check()
-    assert mesh.crew.ended.count(frozen) == 1
+    assert mesh.pool.ended.count(frozen) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -387,13 +389,13 @@ def test_any_order_of_events_ends_in_a_mesh_that_serves(make: Any, seed: int) ->
         )
 
     def arrive() -> None:
-        if mesh.recruits.wanted:
-            worker = mesh.recruits.arrive(draw.randrange(len(mesh.recruits.wanted)))
+        if mesh.provisioner.wanted:
+            worker = mesh.provisioner.arrive(draw.randrange(len(mesh.provisioner.wanted)))
             worker.handle.dead = draw.random() < 0.2
 
     def fail() -> None:
-        if mesh.recruits.wanted:
-            mesh.recruits.fail(draw.randrange(len(mesh.recruits.wanted)))
+        if mesh.provisioner.wanted:
+            mesh.provisioner.fail(draw.randrange(len(mesh.provisioner.wanted)))
 
     def scale() -> None:
         mesh.controller.scale(draw.randint(3, 6), draw.randint(1, 3))
@@ -415,8 +417,8 @@ def test_any_order_of_events_ends_in_a_mesh_that_serves(make: Any, seed: int) ->
         mesh.controller.scale(4, 2)
         mesh.settle()
         drain()
-        while mesh.recruits.wanted:
-            mesh.recruits.arrive()
+        while mesh.provisioner.wanted:
+            mesh.provisioner.arrive()
         mesh.settle()
         if state(mesh) == "ready" and len(mesh.mesh.ranks.workers) >= 4:
             break

@@ -26,8 +26,8 @@ def carry_out(mesh: FakeMesh, mover: Mover, seed: int) -> None:
 
 
 def mover_of(mesh: FakeMesh) -> Mover:
-    crew: Any = mesh.crew
-    return Mover(mesh.controller, crew, transfer_s=1.0)
+    pool: Any = mesh.pool
+    return Mover(mesh.controller, pool, transfer_s=1.0)
 
 
 def check_exactly_held(mesh: FakeMesh) -> None:
@@ -90,9 +90,9 @@ def test_actors_that_hold_more_than_a_larger_mesh_gives_them_are_relieved(
     try:
         assert mesh.mesh.slots == 8
         mesh.controller.scale(experts=3, attention=None)
-        mesh.settle(lambda: len(mesh.recruits.wanted) == 2)
+        mesh.settle(lambda: len(mesh.provisioner.wanted) == 2)
         for _ in range(2):
-            newcomer = mesh.recruits.arrive()
+            newcomer = mesh.provisioner.arrive()
             assert {len(ids) for ids in newcomer.held.values()} == {4}
         mesh.settle(lambda: len(mesh.mesh.epoch.experts) == 3)
         assert mesh.mesh.slots == 4

@@ -63,8 +63,8 @@ def test_what_is_no_size_is_refused(
 
 
 def test_the_status_names_everybody(mesh: FakeMesh) -> None:
-    crew: Any = mesh.crew
-    status = operators.status(mesh.controller, Mover(mesh.controller, crew, 1.0))
+    pool: Any = mesh.pool
+    status = operators.status(mesh.controller, Mover(mesh.controller, pool, 1.0))
     assert status["state"] == "ready" and status["desired"] == {"attention": 2, "experts": 3}
     assert [one["seat"] for one in status["experts"]] == ["expert-0", "expert-1", "expert-2"]
     assert {one["pid"] for one in status["attention"]} == {1000, 1001}
@@ -74,9 +74,9 @@ def test_the_status_names_everybody(mesh: FakeMesh) -> None:
 def test_neither_a_look_nor_a_wish_waits_for_a_recovery(
     mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew: Any = mesh.crew
+    pool: Any = mesh.pool
     monkeypatch.setattr(operators, "LOCK_S", 0.01)
-    ask, reading, read = mesh.crew.ask, threading.Event(), threading.Event()
+    ask, reading, read = mesh.pool.ask, threading.Event(), threading.Event()
 
     def slow(workers: Any, calls: Any, what: str, limit: float) -> Any:
         if what == "load more":
@@ -84,17 +84,17 @@ def test_neither_a_look_nor_a_wish_waits_for_a_recovery(
             assert read.wait(10.0)
         return ask(workers, calls, what, limit)
 
-    monkeypatch.setattr(mesh.crew, "ask", slow)
+    monkeypatch.setattr(mesh.pool, "ask", slow)
     mesh.kill(mesh.mesh.ranks.workers[1])
     assert reading.wait(10.0)
     try:
-        status = operators.status(mesh.controller, Mover(mesh.controller, crew, 1.0))
+        status = operators.status(mesh.controller, Mover(mesh.controller, pool, 1.0))
         assert status["state"] == "recovering" and "was killed" in status["reason"]
         assert [one["seat"] for one in status["experts"]] == ["expert-0", "expert-2"]
         assert operators.scale(mesh.controller, "+1", None, False)["experts"]["to"] == 4
     finally:
         read.set()
-    mesh.settle(lambda: len(mesh.recruits.wanted) == 2)
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 2)
     mesh.check()
 
 

@@ -13,12 +13,12 @@ from expertmesh.actors.exchange.roster import Routing
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.controller import Controller
-from expertmesh.cluster.crew import CrewError
 from expertmesh.cluster.events import Event, Joined, NotJoined, WorkerLost
 from expertmesh.cluster.membership import Bundle, Kind, Member, Worker
 from expertmesh.cluster.placement import contiguous_placement
 from expertmesh.cluster.ranks import ExpertRanks, Share
 from expertmesh.cluster.settings import ClusterSettings
+from expertmesh.cluster.worker_pool import WorkerError
 
 Call = Callable[[], Any]
 
@@ -47,7 +47,7 @@ class FakeHandle:
                     return partial(_failing, "dead")
                 try:
                     answer = method(self, *arguments)
-                except CrewError as error:
+                except WorkerError as error:
                     return partial(_failing, str(error))
                 return lambda: answer
 
@@ -66,7 +66,7 @@ class FakeHandle:
 
     def _switch(self, epoch: int) -> None:
         if self.stays:
-            raise CrewError("no memory for its pages")
+            raise WorkerError("no memory for its pages")
         assert epoch in self.met and epoch > self.epoch
         self.epoch, self.version = epoch, self._routing
 
@@ -87,7 +87,7 @@ class FakeHandle:
     def _load_more(self, share: Share) -> None:
         if self.unread > 0:
             self.unread -= 1
-            raise CrewError("the shard cannot be read")
+            raise WorkerError("the shard cannot be read")
         for layer, ids in share.items():
             self.held.setdefault(layer, set()).update(ids)
 
@@ -96,7 +96,7 @@ class FakeHandle:
             raise AssertionError(f"{name} does not hold expert {expert} of layer {layer}")
         self.adopted += 1
         if self.adopted > self.adopts:
-            raise CrewError("checksum mismatch")
+            raise WorkerError("checksum mismatch")
         self.held.setdefault(layer, set()).add(expert)
         return 0
 
@@ -106,11 +106,11 @@ class FakeHandle:
 
 
 def _failing(reason: str) -> Any:
-    raise CrewError(reason)
+    raise WorkerError(reason)
 
 
-class FakeCrew:
-    """What a Crew does, without Ray."""
+class FakePool:
+    """What a WorkerPool does, without Ray."""
 
     def __init__(self) -> None:
         self.ended: list[Worker] = []
@@ -122,8 +122,8 @@ class FakeCrew:
         for worker, call in zip(workers, calls, strict=True):
             try:
                 answers.append(call())
-            except CrewError as error:
-                raise CrewError(f"{worker.member.name} could not {what}: {error}") from error
+            except WorkerError as error:
+                raise WorkerError(f"{worker.member.name} could not {what}: {error}") from error
         return answers
 
     def wait(self, calls: list[Call], timeout_s: float) -> None: ...
@@ -153,7 +153,7 @@ class FakeWatch:
     def stop(self) -> None: ...
 
 
-class FakeRecruits:
+class FakeProvisioner:
     """Seats that wait to be filled: the test says when, and whether it succeeds."""
 
     def __init__(self, world: "FakeMesh", share: Callable[[str], Share]) -> None:
@@ -188,7 +188,7 @@ class FakeMesh:
         self, monkeypatch: Any, *, attention: int = 2, experts: int = 3, of: int = 8, **changes: Any
     ) -> None:
         self._serial = itertools.count()
-        self.crew = FakeCrew()
+        self.pool = FakePool()
         settings = ClusterSettings(
             **{
                 "load": LoadSettings(model="/nowhere"),
@@ -199,7 +199,7 @@ class FakeMesh:
         )
         for name, fake in (
             ("Watch", FakeWatch),
-            ("Recruits", lambda settings, crew, post, share: FakeRecruits(self, share)),
+            ("Provisioner", lambda settings, pool, post, share: FakeProvisioner(self, share)),
             ("TICK_S", 0.001),
             ("RETRY_S", 0.02),
         ):
@@ -208,11 +208,11 @@ class FakeMesh:
         replicas = [self.make("attention", f"attention-{i}") for i in range(attention)]
         actors = [self.make("expert", f"expert-{i}", placement.of_actor(i)) for i in range(experts)]
         ranks = ExpertRanks(of, placement, actors)
-        crew: Any = self.crew
-        self.mesh = Assembly(settings, crew, replicas, ranks)
-        self.controller = Controller(settings, crew, self.mesh)
-        recruits: Any = self.controller._recruits
-        self.recruits: FakeRecruits = recruits
+        pool: Any = self.pool
+        self.mesh = Assembly(settings, pool, replicas, ranks)
+        self.controller = Controller(settings, pool, self.mesh)
+        provisioner: Any = self.controller._provisioner
+        self.provisioner: FakeProvisioner = provisioner
 
     def make(
         self, kind: Kind, seat: str, share: Share | None = None, bundle: Bundle | None = None
@@ -223,7 +223,7 @@ class FakeMesh:
         member = Member(f"m-{seat}.{number}", 1000 + number, "host", "127.0.0.1")
         if bundle is None:
             bundle = Bundle(f"bundle of {seat}, {number}", 0)
-            self.crew.bundles.add(bundle.group)
+            self.pool.bundles.add(bundle.group)
         return Worker(kind, seat, member, handle, bundle, "node", dict(share or {}))
 
     def post(self, event: Event) -> None:

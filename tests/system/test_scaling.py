@@ -16,10 +16,10 @@ from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.cluster.autoscaling.settings import AutoscaleSettings, ExpertScaling
 from expertmesh.cluster.balancing.planner import balance
-from expertmesh.cluster.crew import CrewError
 from expertmesh.cluster.launch import Mesh, start
 from expertmesh.cluster.mover import PlanAbandoned
 from expertmesh.cluster.settings import RebalanceSettings
+from expertmesh.cluster.worker_pool import WorkerError
 from tests.system.test_mesh import Reader, ask, cluster, model, one_process, settings, submit
 
 __all__ = ["cluster", "model"]  # fixtures
@@ -92,9 +92,9 @@ def test_a_join_that_fails_is_rolled_back(model: Path, monkeypatch: pytest.Monke
         stream = Stream(mesh, requests)
 
         def fail(*arguments: Any) -> None:
-            raise CrewError("no such disk")
+            raise WorkerError("no such disk")
 
-        monkeypatch.setattr(mesh.controller._crew, "load", fail)
+        monkeypatch.setattr(mesh.controller._pool, "load", fail)
         mesh.scale("+1", "+1")
         stream.until(lambda: mesh.controller.counts.failed_joins == 2)
         assert mesh.controller.desired() == {"attention": 1, "expert": 2}
@@ -118,8 +118,8 @@ def test_the_autoscaler_adds_an_actor_under_load_unless_dry(model: Path, dry_run
         up_cooldown_s=0.5,
         spare_actors=0,
     )
-    pilot = AutoscaleSettings(experts=eager, attention=None, period_s=0.25, dry_run=dry_run)
-    mesh = start(settings(model, expert_actors=2, rebalance=STILL, autoscale=pilot))
+    scaling = AutoscaleSettings(experts=eager, attention=None, period_s=0.25, dry_run=dry_run)
+    mesh = start(settings(model, expert_actors=2, rebalance=STILL, autoscale=scaling))
     try:
         stream = Stream(mesh, requests)
         if dry_run:
@@ -133,9 +133,9 @@ def test_the_autoscaler_adds_an_actor_under_load_unless_dry(model: Path, dry_run
 
 
 def wanted_experts(mesh: Mesh) -> int:
-    pilot = mesh.upkeep.pilot
-    assert pilot is not None
-    return 0 if pilot.last is None else pilot.last.experts
+    scaling = mesh.upkeep.scaling
+    assert scaling is not None
+    return 0 if scaling.last is None else scaling.last.experts
 
 
 def test_plans_without_end_change_no_bit_of_decode_or_chunked_prefill(model: Path) -> None:

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 from expertmesh.actors.model.loading import LoadSettings
-from expertmesh.cluster.crew import CrewError, Place
 from expertmesh.cluster.events import Event, Joined, NotJoined
 from expertmesh.cluster.membership import Bundle, Member, Worker
-from expertmesh.cluster.recruits import Recruits
+from expertmesh.cluster.provisioner import Provisioner
 from expertmesh.cluster.settings import ClusterSettings, RecoverySettings
+from expertmesh.cluster.worker_pool import Place, WorkerError
 
 SETTINGS = ClusterSettings(
     load=LoadSettings(model="/nowhere"), recovery=RecoverySettings(pause_s=0.001)
 )
 
 
-class Crew:
+class WorkerPool:
     """Starts a worker once all `failures` have happened."""
 
     def __init__(self, *failures: Exception) -> None:
@@ -42,23 +42,23 @@ class Crew:
         return True
 
 
-def fill(crew: Any, attempts: int) -> Event:
+def fill(pool: Any, attempts: int) -> Event:
     heard: queue.Queue[Event] = queue.Queue()
-    recruits = Recruits(SETTINGS, crew, heard.put, lambda seat: {})
-    recruits.fill("expert", "expert-1", None, attempts)
+    provisioner = Provisioner(SETTINGS, pool, heard.put, lambda seat: {})
+    provisioner.fill("expert", "expert-1", None, attempts)
     return heard.get(timeout=10.0)
 
 
-@pytest.mark.parametrize("error", [CrewError("no"), KeyError("node"), AssertionError()])
+@pytest.mark.parametrize("error", [WorkerError("no"), KeyError("node"), AssertionError()])
 def test_a_failure_of_any_kind_is_told_and_the_place_given_back(error: Exception) -> None:
-    crew = Crew(error)
-    event = fill(crew, 1)
+    pool = WorkerPool(error)
+    event = fill(pool, 1)
     assert isinstance(event, NotJoined) and (event.seat, event.kind) == ("expert-1", "expert")
-    assert event.reason and crew.returned == crew.reserved
+    assert event.reason and pool.returned == pool.reserved
 
 
 def test_a_later_attempt_uses_the_same_place() -> None:
-    crew = Crew(KeyError("node"), CrewError("no"))
-    event = fill(crew, 3)
-    assert isinstance(event, Joined) and event.worker.bundle is crew.reserved[0]
-    assert len(crew.reserved) == 1 and not crew.returned
+    pool = WorkerPool(KeyError("node"), WorkerError("no"))
+    event = fill(pool, 3)
+    assert isinstance(event, Joined) and event.worker.bundle is pool.reserved[0]
+    assert len(pool.reserved) == 1 and not pool.returned

@@ -3,10 +3,10 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
-from expertmesh.cluster.condition import Status
 from expertmesh.cluster.directory import Directory
 
 TICK_S = 0.25
@@ -15,7 +15,27 @@ TICK_S = 0.25
 Replicas = Callable[[], tuple[tuple[str, str], ...]]
 
 
-class Bulletin:
+@dataclass
+class Counts:
+    """What has happened since the mesh started. recovery_s: of the last recovery."""
+
+    failovers: int = 0
+    losses: int = 0
+    joins: int = 0
+    failed_joins: int = 0
+    recovery_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """state: ready | recovering | unserviceable | stopped. since: monotonic, of the trouble."""
+
+    state: str = "ready"
+    reason: str = ""
+    since: float = field(default_factory=time.monotonic)
+
+
+class MeshState:
     """Written by the control thread, read by any."""
 
     def __init__(self, replicas: Replicas, grace_s: float) -> None:

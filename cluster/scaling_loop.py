@@ -22,7 +22,7 @@ from expertmesh.cluster.traffic import Answers, Traffic
 _log = logging.getLogger(__name__)
 
 
-class Pilot:
+class ScalingLoop:
     """Turns counters into shares of the time between two readings, and decisions into wishes."""
 
     def __init__(

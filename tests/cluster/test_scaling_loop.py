@@ -9,7 +9,7 @@ from expertmesh.actors.attention.actor import ReplicaStats
 from expertmesh.actors.attention.messages import EngineStats
 from expertmesh.actors.experts.actor import ExpertStats
 from expertmesh.cluster.autoscaling.settings import AutoscaleSettings
-from expertmesh.cluster.pilot import Pilot
+from expertmesh.cluster.scaling_loop import ScalingLoop
 from expertmesh.cluster.traffic import Answers
 from tests.support.fake_workers import FakeMesh
 
@@ -36,17 +36,17 @@ def answers(mesh: FakeMesh, wall: float, busy: list[float], combine: float = 0.0
     )
 
 
-def pilot_of(mesh: FakeMesh) -> Any:
+def loop_of(mesh: FakeMesh) -> Any:
     traffic: Any = None
-    return Pilot(AutoscaleSettings(), mesh.controller, traffic)
+    return ScalingLoop(AutoscaleSettings(), mesh.controller, traffic)
 
 
 def test_shares_are_of_the_time_between_two_readings(mesh: FakeMesh) -> None:
-    pilot = pilot_of(mesh)
+    scaling = loop_of(mesh)
     first = answers(mesh, 100.0, [10.0, 10.0, 10.0], 5.0)
-    assert pilot.read(first).experts is None  # no time has passed yet
-    pilot._before = first
-    signals = pilot.read(answers(mesh, 110.0, [12.0, 12.0, 15.0], 9.0))
+    assert scaling.read(first).experts is None  # no time has passed yet
+    scaling._before = first
+    signals = scaling.read(answers(mesh, 110.0, [12.0, 12.0, 15.0], 9.0))
     assert signals.experts is not None and signals.attention is not None
     assert signals.experts.busy_share == pytest.approx(0.3)
     assert signals.experts.imbalance == pytest.approx(5 / 3)
@@ -59,17 +59,17 @@ def test_shares_are_of_the_time_between_two_readings(mesh: FakeMesh) -> None:
 
 
 def test_silence_is_not_idleness(mesh: FakeMesh) -> None:
-    pilot = pilot_of(mesh)
-    pilot._before = answers(mesh, 1.0, [0.0, 0.0, 0.0])
+    scaling = loop_of(mesh)
+    scaling._before = answers(mesh, 1.0, [0.0, 0.0, 0.0])
     now = answers(mesh, 2.0, [0.0, 0.0, 0.0])
     del now.experts[mesh.mesh.ranks.workers[1]]
     del now.replicas[mesh.mesh.attention[0]]
-    signals = pilot.read(now)
+    signals = scaling.read(now)
     assert signals.experts is None and signals.attention is None
 
 
 def test_a_change_under_way_is_said(mesh: FakeMesh) -> None:
-    pilot = pilot_of(mesh)
+    scaling = loop_of(mesh)
     mesh.controller.scale(4, None)
     mesh.settle()
-    assert pilot.read(answers(mesh, 1.0, [0.0] * 3)).changing
+    assert scaling.read(answers(mesh, 1.0, [0.0] * 3)).changing

@@ -31,7 +31,7 @@ SILENT_S = 60.0
 EXPERT_THREADS = 12
 
 
-class CrewError(RuntimeError):
+class WorkerError(RuntimeError):
     """A worker could not do what it was asked. Names it, and why."""
 
 
@@ -51,7 +51,7 @@ class Place(NamedTuple):
     bundle: Bundle
 
 
-class Crew:
+class WorkerPool:
     """Starts and ends workers of one mesh. Holds no opinion on how many there should be."""
 
     def __init__(self, settings: ClusterSettings) -> None:
@@ -85,7 +85,7 @@ class Crew:
     # --- processes ----------------------------------------------------------------------------
 
     def start(self, places: Sequence[Place], together: bool = True) -> list[Worker]:
-        """Starts one process per place. Raises CrewError, and then none of them is left.
+        """Starts one process per place. Raises WorkerError, and then none of them is left.
 
         together: they are the whole mesh and share the cores of their nodes.
         """
@@ -95,7 +95,7 @@ class Crew:
         homes = [_home(place.bundle) for place in places]
         for place, home in zip(places, homes, strict=True):
             if home not in by_id:
-                raise CrewError(f"the place of {place.seat} is on no live node")
+                raise WorkerError(f"the place of {place.seat} is on no live node")
         threads = threads_by_rank(homes, nodes) if together else [1] * len(places)
         if settings.threads_per_actor is not None:
             threads = [settings.threads_per_actor] * len(places)
@@ -165,7 +165,7 @@ class Crew:
         shares: Mapping[str, dict[int, tuple[int, ...]]],
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
-        """All workers at once, each reading only its own part. Raises CrewError.
+        """All workers at once, each reading only its own part. Raises WorkerError.
 
         shares: by seat, what an expert actor holds: layer -> experts.
         """
@@ -186,7 +186,7 @@ class Crew:
             if silent:
                 if time.monotonic() - heard > SILENT_S:
                     name = workers[asked.index(silent[0])].member.name
-                    raise CrewError(f"{name} fell silent while it was loading")
+                    raise WorkerError(f"{name} fell silent while it was loading")
                 return
             heard = time.monotonic()
             if progress is None:
@@ -206,7 +206,7 @@ class Crew:
     def ask(
         self, workers: Sequence[Worker], calls: list[Any], what: str, timeout_s: float
     ) -> list[Any]:
-        """The answers, one call per worker. Raises CrewError that names who failed, at once."""
+        """The answers, one call per worker. Raises WorkerError that names who failed, at once."""
         return ask_all([worker.member.name for worker in workers], calls, what, timeout_s)
 
     def share(self, value: Any) -> Any:
@@ -249,7 +249,7 @@ def ask_all(
     timeout_s: float,
     meanwhile: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """The answers of all actors. Raises CrewError that names the first one that fails."""
+    """The answers of all actors. Raises WorkerError that names the first one that fails."""
     end = time.monotonic() + timeout_s
     waiting = list(calls)
     while waiting:
@@ -260,12 +260,12 @@ def ask_all(
             try:
                 ray.get(call)
             except RayTaskError as error:
-                raise CrewError(f"{name} could not {what}: {error.cause}") from error
+                raise WorkerError(f"{name} could not {what}: {error.cause}") from error
             except RayError as error:
-                raise CrewError(f"{name} could not {what}: {first_line(error)}") from error
+                raise WorkerError(f"{name} could not {what}: {first_line(error)}") from error
         if waiting and time.monotonic() >= end:
             late = [names[calls.index(call)] for call in waiting]
-            raise CrewError(f"{', '.join(late)} did not {what} within {timeout_s:g} s")
+            raise WorkerError(f"{', '.join(late)} did not {what} within {timeout_s:g} s")
         if meanwhile is not None:
             meanwhile()
     return ray.get(calls) if calls else []

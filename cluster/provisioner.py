@@ -12,11 +12,11 @@ import ray
 from ray.exceptions import RayError
 
 from expertmesh.actors.attention.actor import ReplicaStats
-from expertmesh.cluster.crew import Crew, Place
 from expertmesh.cluster.events import Drained, Event, Joined, NotJoined
 from expertmesh.cluster.membership import Bundle, Kind, Worker
 from expertmesh.cluster.ranks import Share
 from expertmesh.cluster.settings import ClusterSettings
+from expertmesh.cluster.worker_pool import Place, WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -25,18 +25,18 @@ LONGEST_PAUSE_S = 30.0
 LOOK_S = 0.1
 
 
-class Recruits:
+class Provisioner:
     """Fills seats. Every attempt ends with Joined or NotJoined in the controller's queue."""
 
     def __init__(
         self,
         settings: ClusterSettings,
-        crew: Crew,
+        pool: WorkerPool,
         post: Callable[[Event], None],
         share: Callable[[str], Share],
     ) -> None:
         """share: what the expert actor that fills a seat should load, asked when it is ready to."""
-        self._settings, self._crew, self._post, self._share = settings, crew, post, share
+        self._settings, self._pool, self._post, self._share = settings, pool, post, share
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -59,29 +59,29 @@ class Recruits:
             try:
                 if bundle is None:
                     limit = self._settings.placement_timeout_s
-                    bundle = self._crew.reserve([(kind, seat)], limit)[0].bundle
+                    bundle = self._pool.reserve([(kind, seat)], limit)[0].bundle
                 worker = self._bring_up(Place(kind, seat, bundle))
             except Exception as error:  # whatever it is, the seat must not stay promised for ever
                 reason = str(error) or type(error).__name__
                 _log.warning("%s, attempt %d of %d: %s", seat, attempt + 1, attempts, reason)
                 continue
             if self._stopping.is_set():
-                self._crew.end([worker])
+                self._pool.end([worker])
                 break
             self._post(Joined(worker))
             return
         if own and bundle is not None:
-            self._crew.give_back(bundle)
+            self._pool.give_back(bundle)
         self._post(NotJoined(kind, seat, reason))
 
     def _bring_up(self, place: Place) -> Worker:
-        worker = self._crew.start([place], together=False)[0]
+        worker = self._pool.start([place], together=False)[0]
         try:
             local = self._settings.expert_actors == 0
             shares = {} if local else {place.seat: self._share_of(place)}
-            self._crew.load([worker], shares)
+            self._pool.load([worker], shares)
         except BaseException:
-            self._crew.end([worker])
+            self._pool.end([worker])
             raise
         return worker
 
