@@ -203,12 +203,12 @@ def test_waiting_in_line_counts_against_the_deadline(sample: Sample) -> None:
 def test_after_any_moves_every_copy_hashes_to_its_expert(sample: Sample, seed: int) -> None:
     """Random copies and removals over four actors, several copies of some experts: no copy is the
     one of another expert, or an old one."""
-    choose, crew = random.Random(seed), actors(sample, [0, 1], [2, 3], [4, 5], [6])
-    peers = [Peer(actor, f"expert-{i}") for i, actor in enumerate(crew)]
+    choose, pool = random.Random(seed), actors(sample, [0, 1], [2, 3], [4, 5], [6])
+    peers = [Peer(actor, f"expert-{i}") for i, actor in enumerate(pool)]
     full = sample.bank(range(EXPERTS))
     good = {(i, e): full.checksum(i, e) for i in sample.layers for e in range(EXPERTS)}
     copies = {
-        (layer, expert): [a for a in range(4) if expert in crew[a].held()[layer]]
+        (layer, expert): [a for a in range(4) if expert in pool[a].held()[layer]]
         for layer, expert in good
     }
     for version in range(120):
@@ -216,18 +216,18 @@ def test_after_any_moves_every_copy_hashes_to_its_expert(sample: Sample, seed: i
         holders = copies[key]
         if len(holders) > 1 and choose.random() < 0.5:
             gone = holders.pop(choose.randrange(len(holders)))
-            crew[gone].drop({layer: [expert]}, version)
+            pool[gone].drop({layer: [expert]}, version)
         else:
             target = choose.randrange(4)
             source = peers[choose.choice(holders)]
-            assert crew[target].adopt(layer, expert, source, DEADLINE) == good[key]
+            assert pool[target].adopt(layer, expert, source, DEADLINE) == good[key]
             if target not in holders:
                 holders.append(target)
-    held = [actor.held() for actor in crew]
+    held = [actor.held() for actor in pool]
     for (layer, expert), holders in copies.items():
         assert holders, "never without a copy"
         assert sorted(holders) == [a for a in range(4) if expert in held[a].get(layer, ())]
-    for actor, mine in zip(crew, held, strict=True):
+    for actor, mine in zip(pool, held, strict=True):
         for layer, sums in actor.checksums(mine).items():
             assert sums == {expert: good[layer, expert] for expert in mine[layer]}
 
