@@ -60,7 +60,7 @@ class Controller:
         # have to be read; who only wants to know or to wish something does without it.
         self.lock = threading.RLock()
         self.loads: Mapping[int, Any] | None = None  # layer -> hits [E], once there was traffic
-        self.counts, self.last_error = Counts(), ""
+        self.counts, self.last_error, self.last_loss = Counts(), "", ""
         self._dirty = False  # the epoch is not what the workers here should be
         self._dying: set[Worker] = set()  # the watch has ended them; the loss is in the inbox
         self._breaks: list[float] = []  # when epochs broke without a loss
@@ -227,6 +227,7 @@ class Controller:
             return
         why = f"{worker} {reason}"
         self.counts.losses += 1
+        self.last_loss = why
         self.mesh.remove(worker)
         self.mesh.abort_epoch(why)
         self._dirty = True

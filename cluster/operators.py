@@ -42,6 +42,7 @@ def status(controller: Controller, mover: Mover) -> dict[str, Any]:
         "attention": attention,
         "experts": experts,
         "losses": counts.losses,
+        "last_loss": controller.last_loss,
         "failovers": counts.failovers,
         "last_recovery_seconds": round(counts.recovery_s, 3),
         "reloaded_experts": controller.mesh.reloaded,

@@ -30,7 +30,8 @@ def _members(before: Status, after: Status) -> Iterator[tuple[str, str]]:
 def _losses(before: Status, after: Status) -> Iterator[tuple[str, str]]:
     lost = after["losses"] - before["losses"]
     if lost > 0:
-        yield "red", f"{lost} actor{'s were' if lost > 1 else ' was'} lost"
+        several = f"{lost} actors, the last one: " if lost > 1 else ""
+        yield "red", f"lost {several}{after['last_loss']}"
     if after["failovers"] > before["failovers"] and after["state"] == "ready":
         yield "green", f"running requests went on after {after['last_recovery_seconds']:.1f} s"
 

@@ -11,7 +11,7 @@ def status(**changes: Any) -> dict[str, Any]:
                 "leaving": False}  # fmt: skip
 
     plain = {
-        "state": "ready", "reason": "", "epoch": 0, "losses": 0, "failovers": 0,
+        "state": "ready", "reason": "", "epoch": 0, "losses": 0, "last_loss": "", "failovers": 0,
         "last_recovery_seconds": 0.0, "failed_joins": 0, "last_error": "",
         "attention": [member("attention-0")], "experts": [member("expert-0"), member("expert-1")],
     }  # fmt: skip
@@ -32,9 +32,10 @@ def test_nothing_happened() -> None:
 
 
 def test_a_loss_and_what_becomes_of_it() -> None:
-    lost = status(state="recovering", reason="expert-1 has died", losses=1, experts=["expert-0"])
+    lost = status(state="recovering", reason="expert-1 has died", losses=1,
+                  last_loss="m-expert-1.0 has died", experts=["expert-0"])  # fmt: skip
     assert lines(status(), lost) == [
-        "expert-1 is gone (m-expert-1.0, pid 40 on box)", "1 actor was lost",
+        "expert-1 is gone (m-expert-1.0, pid 40 on box)", "lost m-expert-1.0 has died",
         "recovering: expert-1 has died",
     ]  # fmt: skip
     up = status(losses=1, failovers=1, last_recovery_seconds=1.26, experts=["expert-0"], epoch=1)
@@ -44,10 +45,11 @@ def test_a_loss_and_what_becomes_of_it() -> None:
 
 
 def test_a_loss_between_two_looks() -> None:
-    after = status(losses=2, failovers=1, last_recovery_seconds=0.5,
+    after = status(losses=2, last_loss="x has died", failovers=1, last_recovery_seconds=0.5,
                    experts=["expert-0", ("expert-1", 3)])  # fmt: skip
     assert lines(status(), after) == [
-        "expert-1 is replaced by m-expert-1.3, pid 43 on box", "2 actors were lost",
+        "expert-1 is replaced by m-expert-1.3, pid 43 on box",
+        "lost 2 actors, the last one: x has died",
         "running requests went on after 0.5 s",
     ]  # fmt: skip
 

@@ -252,7 +252,7 @@ class TestMesh:
         thread.join(60)
         assert result and result[0][-1]["choices"][0]["finish_reason"] == "length", result
         assert httpx.get(f"{url}/ready", timeout=5).status_code == 200
-        assert "1 actor was lost" in server.output
+        assert f"lost {victim['actor']}" in server.output
         wait_for(lambda: len(httpx.get(f"{url}/mesh", timeout=10).json()["experts"]) == 2, 90)
 
     def test_sigterm_leaves_no_process(self, mesh: tuple[ServerProcess, str]) -> None:
