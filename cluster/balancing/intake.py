@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from expertmesh.cluster.balancing.plan import BalanceError, padded
 from expertmesh.cluster.balancing.recovery import seat_orphans
-from expertmesh.cluster.balancing.table import Floats, Ints, Rows
+from expertmesh.cluster.balancing.table import FREE, Floats, Ints, Rows
 from expertmesh.cluster.placement import Placement
 
 
@@ -42,10 +42,12 @@ def check_held(table_LPS: Ints, layers: tuple[int, ...], experts: int) -> None:
         raise BalanceError(
             f"layer {layers[at]} holds expert {table_LPS[at].max()}, loads are for {experts}"
         )
-    flat = table_LPS + (np.arange(len(layers)) * experts)[:, None, None]
-    count = np.bincount(flat[table_LPS >= 0], minlength=len(layers) * experts)
-    if not count.all():
-        layer, expert = divmod(int(count.argmin()), experts)
+    flat_LPS = table_LPS + (np.arange(len(layers)) * experts)[:, None, None]
+    held_LPS = table_LPS != FREE
+    held_K = np.zeros(len(layers) * experts, bool)
+    held_K[flat_LPS if held_LPS.all() else flat_LPS[held_LPS]] = True
+    if not held_K.all():
+        layer, expert = divmod(int(held_K.argmin()), experts)
         raise BalanceError(f"layer {layers[layer]}: no actor holds expert {expert}")
 
 
@@ -60,7 +62,7 @@ def mended(
     changed_L = np.zeros(len(old.held), bool)
     for index, held in enumerate(old.held.values()):
         rows = padded(held, ranks)
-        kept = tuple(rows[actor] for actor in staying)
+        kept = rows if len(staying) == ranks else tuple(rows[actor] for actor in staying)
         if len(staying) < ranks or max(map(len, kept)) > slots:
             cut = [list(ids[:slots]) for ids in kept]
             everything = {expert for ids in rows for expert in ids}

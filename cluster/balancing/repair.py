@@ -78,7 +78,9 @@ def trade(shares: Shares, load_LP: Floats, goal: float | Floats, attempt: int = 
     gone_N, _, price_N = _slot_to_use(shares, pairs.heavy_N, given_N)
     slot_NS = _slots_of(shares, pairs.light_N)
     share_NS = np.where(_held_by(shares, slot_NS, pairs.heavy_N), np.inf, shares.share_F[slot_NS])
-    n, best_N = np.arange(len(slot_NS)), (share_NS + HOME * shares.at_home(slot_NS)).argmin(1)
+    if shares.homes:
+        share_NS += HOME * shares.at_home(slot_NS)
+    n, best_N = np.arange(len(slot_NS)), share_NS.argmin(1)
     back_N, back_share_N = slot_NS[n, best_N], share_NS[n, best_N]
     passed_N = np.minimum(share_N, pairs.amount_N + back_share_N)
     n = np.flatnonzero(np.isfinite(price_N) & (passed_N > back_share_N + pairs.amount_N / 4))
@@ -108,8 +110,9 @@ def swap(shares: Shares, load_LP: Floats, goal: float | Floats, attempt: int = 0
     share_F = shares.share_F
     passes_NQQ = share_F[ours_NQ][:, :, None] - share_F[theirs_NQ][:, None, :]
     error_NQQ = np.abs(passes_NQQ - amount_N[:, None, None])
-    error_NQQ += HOME * shares.at_home(ours_NQ)[:, :, None]
-    error_NQQ += HOME * shares.at_home(theirs_NQ)[:, None, :]
+    if shares.homes:
+        error_NQQ += HOME * shares.at_home(ours_NQ)[:, :, None]
+        error_NQQ += HOME * shares.at_home(theirs_NQ)[:, None, :]
     error_NQQ[stuck_NQ[:, :, None] | theirs_stuck_NQ[:, None, :]] = np.inf
     error_NX = error_NQQ.reshape(len(heavy_N), ours_NQ.shape[1] * theirs_NQ.shape[1])
     best_N = error_NX.argmin(1) if len(heavy_N) else np.zeros(0, np.int64)
@@ -211,7 +214,8 @@ def _slot_to_use(
     share_NS = shares.share_F[slot_NS]
     price_F = np.full(len(shares.share_F), np.inf)
     price_F[shares.slot_C] = shares.share_F[shares.slot_C] + STRANDING * _strands_C(shares)
-    price_F[shares.slot_C] += HOME * shares.at_home(shares.slot_C)
+    if shares.homes:
+        price_F[shares.slot_C] += HOME * shares.at_home(shares.slot_C)
     price_NS = price_F[slot_NS]
     price_NS[shares.ids_LPS.reshape(-1)[slot_NS] == FREE] = -1.0
     if but_N is not None:
@@ -265,12 +269,12 @@ def _spread(shares: Shares, actor_N: Ints) -> Ints:
 def _held_by(shares: Shares, slot_NQ: Ints, actor_N: Ints) -> Bools:
     """[N, Q]: the actor holds the expert of that slot too, or there is none."""
     ids_F = shares.ids_LPS.reshape(-1)
-    ids_NQ = ids_F[slot_NQ]
-    theirs_NS = ids_F[_slots_of(shares, actor_N)]
-    held_NQ: Bools = ids_NQ == FREE
-    for column in range(theirs_NS.shape[1]):
-        held_NQ |= ids_NQ == theirs_NS[:, column, None]
-    return held_NQ
+    ids_QN = ids_F.take(slot_NQ.T)
+    slots = shares.ids_LPS.shape[2]
+    held_QN: Bools = ids_QN == FREE
+    for slot in range(slots):
+        held_QN |= ids_QN == ids_F.take(actor_N * slots + slot)
+    return held_QN.T
 
 
 def _nth_of_key(key_N: Ints) -> Ints:

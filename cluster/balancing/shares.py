@@ -46,7 +46,7 @@ class Shares:
         held_F = ids_LPS.reshape(-1) != FREE
         full = bool(held_F.all())
         self.count_K = np.bincount(key_F if full else key_F[held_F], minlength=layers * experts)
-        share_K = load_LE.reshape(-1) / np.maximum(self.count_K, 1)
+        share_K = load_LE.reshape(-1) / self.count_K
         several_K = self.count_K > 1
         if full:
             self.share_F, self._shared_F = share_K.take(key_F), several_K.take(key_F)
@@ -84,9 +84,7 @@ class Shares:
         if not several_C.all():
             self._give_all(slot_C[~several_C], key_C[~several_C])
             slot_C, key_C = slot_C[several_C], key_C[several_C]
-        present_K = np.zeros(len(self.count_K), bool)
-        present_K[key_C] = True
-        key_G = np.flatnonzero(present_K)
+        key_G = np.flatnonzero(self.count_K > 1)
         group_K = np.empty(len(self.count_K), np.int64)
         group_K[key_G] = np.arange(len(key_G))
         self.slot_C, self.group_C, self.actor_C = slot_C, group_K.take(key_C), slot_C // slots
@@ -139,10 +137,14 @@ class Shares:
         strain_LP: Floats = (self.load_A + self._risk_A).reshape(self.ids_LPS.shape[:2])
         return strain_LP
 
+    @property
+    def homes(self) -> bool:
+        """Experts rather stay somewhere."""
+        return self._home_LE is not None
+
     def at_home(self, slot_N: Ints) -> Floats:
         """1 where the expert in the flat slot is where it had rather stay, else 0."""
-        if self._home_LE is None:
-            return np.zeros(slot_N.shape)
+        assert self._home_LE is not None
         _, actors, slots = self.ids_LPS.shape
         home_N = self._home_LE.reshape(-1)[self.key_LPS.reshape(-1)[slot_N]]
         at_home_N: Floats = (home_N == slot_N // slots % actors).astype(np.float64)
