@@ -10,7 +10,7 @@ import numpy as np
 
 from expertmesh.cluster.balancing.table import Floats, Ints
 
-NOISE, BORNE = 0.075, 0.0235
+NOISE, BORNE = 0.075, 0.02
 """In mean loads of an actor: how far one may rise, n together by the root of n less, and what of
 that the limit of a layer leaves room for."""
 THIN = 0.05
@@ -28,18 +28,11 @@ RISK_OF_SIZE = np.array([0.0, *map(_risk, range(1, LARGEST)), 0.0])
 
 
 def island_risks(group_C: Ints, actor_C: Ints, load_G: Floats, shared_A: Floats) -> Floats:
-    """[A]: the surcharge of each actor: the largest that it has alone, with those that hold the
-    same expert, and with all of its island.
+    """[A]: the surcharge of each actor: as a part of its island, or as one that shares little.
 
     group_C, actor_C: expert and actor of each copy that is not alone. load_G: of these experts.
-    shared_A: what the actor serves of them; it can hand on as much, and the holders of an expert
-    what they serve of others.
+    shared_A: what the actor serves of them.
     """
-    size_G = np.bincount(group_C, minlength=len(load_G))
-    cross_G = np.bincount(group_C, shared_A.take(actor_C), len(load_G)) - load_G
-    risk_G = RISK_OF_SIZE.take(np.minimum(size_G, LARGEST)) - cross_G / np.maximum(size_G, 1)
-    risk_A = ALONE - shared_A
-    np.maximum.at(risk_A, actor_C, risk_G.take(group_C))
     island_A = np.arange(len(shared_A))
     thick_C = (load_G >= THIN).take(group_C)
     group_C, actor_C = group_C[thick_C], actor_C[thick_C]
@@ -52,5 +45,5 @@ def island_risks(group_C: Ints, actor_C: Ints, load_G: Floats, shared_A: Floats)
     goes_on_C = here_C != there_C
     size_A[here_C[goes_on_C]] = LARGEST
     size_A[there_C[goes_on_C]] = LARGEST
-    island_risk_A: Floats = RISK_OF_SIZE.take(np.minimum(size_A, LARGEST)).take(island_A)
-    return np.maximum(risk_A, island_risk_A)
+    risk_A: Floats = RISK_OF_SIZE.take(np.minimum(size_A, LARGEST)).take(island_A)
+    return np.maximum(risk_A, ALONE - shared_A)
