@@ -18,6 +18,7 @@ from expertmesh.cluster.balancing.recovery import NoCapacity
 from expertmesh.cluster.directory import Directory, ScaleError
 from expertmesh.cluster.epochs import HalfMoved
 from expertmesh.cluster.events import (
+    AttemptFailed,
     Drained,
     EpochBroken,
     Event,
@@ -195,6 +196,8 @@ class Controller:
             self._join(event.worker)
         elif isinstance(event, NotJoined):
             self._miss(event.kind, event.seat, event.reason, final=True)
+        elif isinstance(event, AttemptFailed):
+            self._note_failed_join(event.seat, event.reason)
         elif isinstance(event, Wished):
             self._take_wish()
         elif isinstance(event, TryAgain):
@@ -205,7 +208,9 @@ class Controller:
 
     def _take_wish(self) -> None:
         if self.settings.slots_per_actor is None and (experts := self.desired()["expert"]):
-            self.mesh.slots = max(self.mesh.slots, -(-self.mesh.ranks.experts // experts))
+            # Fewer slots only once those that are wanted are here, see _settle.
+            slots = self.settings.slots(self.mesh.ranks.experts, experts)
+            self.mesh.slots = max(self.mesh.slots, slots)
             # Fewer actors with more slots each: those that are left may be enough now.
             self._dirty = self._dirty or self.status.state == "unserviceable"
         self._seats.forgive()
@@ -255,20 +260,24 @@ class Controller:
         self._dirty = True
 
     def _miss(self, kind: Kind, seat: str, reason: str, final: bool) -> None:
-        """The seat stays empty. final: nobody will come if nobody is called again."""
-        self.counts.failed_joins += 1
-        self.last_error = f"{seat}: {reason}"
-        _log.warning("%s", self.last_error)
+        """The seat stays empty. final: all attempts have failed, each has been noted."""
+        if not final:
+            self._note_failed_join(seat, reason)
         seats, recovery = self._seats, self.settings.recovery
         if seats.miss(kind, seat) and (final or seats.tries[seat] > recovery.restarts):
             seats.given_up[seat] = kind
             self._post_later(recovery.rest_s, TryAgain(seat))
 
+    def _note_failed_join(self, seat: str, reason: str) -> None:
+        self.counts.failed_joins += 1
+        self.last_error = f"{seat}: {reason}"
+        _log.warning("%s", self.last_error)
+
     # --- one working epoch ----------------------------------------------------------------------
 
     def _repair(self) -> None:
         """Makes the present workers one epoch that holds every expert, if they can."""
-        began, failure = time.monotonic(), ""
+        failure = ""
         for attempt in range(ATTEMPTS):
             self._hear_losses()
             joining = len(self.mesh.newcomers)
@@ -289,7 +298,7 @@ class Controller:
             self.counts.joins += joining
             if self.status.state != "ready":
                 self.counts.failovers += 1
-                self.counts.recovery_s = time.monotonic() - began
+                self.counts.recovery_s = time.monotonic() - self.status.since
             self._dirty = False
             self._state.enter("ready", "")
             self._settle()
@@ -373,11 +382,11 @@ class Controller:
             return share
 
     def _slots_when_whole(self) -> int:
-        """Slots per actor once all that are wanted are here; never more than now."""
+        """Slots per actor once all that are wanted are here: any one of them can be lost again."""
         actors = self._seats.desired["expert"]
         if self.settings.slots_per_actor is not None or actors == 0:
             return self.mesh.slots
-        return min(self.mesh.slots, self.settings.slots(self.mesh.ranks.experts, actors))
+        return self.settings.slots(self.mesh.ranks.experts, actors)
 
     def _settle(self) -> None:
         """There is a new epoch: who was waiting to be in it is, and who was waiting to go may."""

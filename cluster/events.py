@@ -25,6 +25,13 @@ class Joined(NamedTuple):
     worker: Worker
 
 
+class AttemptFailed(NamedTuple):
+    """A worker for the seat did not come up; there may be further attempts."""
+
+    seat: str
+    reason: str
+
+
 class NotJoined(NamedTuple):
     """The attempts to fill the seat have been given up."""
 
@@ -53,4 +60,14 @@ class TryAgain(NamedTuple):
     seat: str
 
 
-Event = WorkerLost | EpochBroken | Joined | NotJoined | Drained | Retry | Wished | TryAgain
+Event = (
+    AttemptFailed
+    | WorkerLost
+    | EpochBroken
+    | Joined
+    | NotJoined
+    | Drained
+    | Retry
+    | Wished
+    | TryAgain
+)

@@ -10,6 +10,7 @@ import msgspec
 from expertmesh.cluster.directory import Directory
 
 TICK_S = 0.25
+MOST_WORDS = 500  # characters of causes
 
 # (seat, actor name) of the replicas that take requests, at this moment.
 Replicas = Callable[[], tuple[tuple[str, str], ...]]
@@ -43,14 +44,16 @@ class MeshState:
         self._replicas, self._grace_s = replicas, grace_s
         self._changed = threading.Condition()  # guards _directory
         self._directory = Directory()
-        self._cause = ""  # what the present trouble began with, or was last
+        self._cause = ""  # all that the present trouble came of
         self.status = Status()
 
     def enter(self, state: str, reason: str) -> None:
         """From now on the mesh is in this state; `since` is when its trouble began."""
         old = self.status
-        if state in ("ready", "recovering"):
-            self._cause = reason
+        if state == "ready":
+            self._cause = ""
+        elif state == "recovering" and reason not in self._cause:
+            self._cause = f"{self._cause}; {reason}".lstrip("; ")[:MOST_WORDS]
         if (state, reason) != (old.state, old.reason):
             trouble_goes_on = "ready" not in (state, old.state)
             since = old.since if trouble_goes_on else time.monotonic()

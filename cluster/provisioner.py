@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from expertmesh.actors.attention.actor import ReplicaStats
-from expertmesh.cluster.events import Drained, Event, Joined, NotJoined
+from expertmesh.cluster.events import AttemptFailed, Drained, Event, Joined, NotJoined
 from expertmesh.cluster.membership import Bundle, Kind, Worker
 from expertmesh.cluster.ranks import Share
 from expertmesh.cluster.settings import ClusterSettings
@@ -63,7 +63,7 @@ class Provisioner:
                 worker = self._bring_up(Place(kind, seat, bundle))
             except Exception as error:  # whatever it is, the seat must not stay promised for ever
                 reason = str(error) or type(error).__name__
-                _log.warning("%s, attempt %d of %d: %s", seat, attempt + 1, attempts, reason)
+                self._post(AttemptFailed(seat, f"attempt {attempt + 1} of {attempts}: {reason}"))
                 continue
             if self._stopping.is_set():
                 self._pool.end([worker])

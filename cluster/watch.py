@@ -1,6 +1,7 @@
 """Notices a dead, silent or stuck worker, and an epoch that has broken with everybody alive."""
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -18,6 +19,8 @@ from expertmesh.cluster.settings import WatchSettings
 LATENCIES, SLOWER = 64, 4.0
 MOST = 4.0  # times the silence that the settings allow
 HEARSAY_S = 0.5
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +131,9 @@ class Watch:
         return min(max(least, SLOWER * max(self._latencies, default=0.0)), MOST * least)
 
 
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def first_line(error: BaseException) -> str:
+    """What happened, for a person: the cause in the actor rather than Ray's report of it."""
+    cause = getattr(error, "cause", None)
+    text = _COLOURS.sub("", str(cause if isinstance(cause, Exception) else error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

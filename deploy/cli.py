@@ -1,5 +1,6 @@
 """The command line. Only typer is imported here: `--help` must not wait for torch."""
 
+import re
 from pathlib import Path
 from typing import Annotated, NoReturn, Optional
 
@@ -8,6 +9,8 @@ import typer
 from expertmesh import __version__
 from expertmesh.deploy.routing.commands import routing
 
+# As ClusterSettings.name wants it, known here without importing that.
+MESH_NAME = r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?"
 BUNDLED = Path(__file__).resolve().parent / "models" / "nano"
 
 app = typer.Typer(
@@ -191,6 +194,8 @@ def serve(
     from expertmesh.deploy.serve_command import run
     from expertmesh.deploy.serve_options import ServeOptions
 
+    if not re.fullmatch(MESH_NAME, name):
+        raise typer.BadParameter(f"must match {MESH_NAME}", param_hint="--name")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise typer.BadParameter("must be auto, float32 or bfloat16", param_hint="--dtype")
     options = ServeOptions(
@@ -227,7 +232,9 @@ def serve(
 
 @app.command()
 def scale(
-    url: Annotated[str, typer.Option(help="Of the running server.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, typer.Option(envvar="EXPERTMESH_URL", help="Of the running server.")
+    ] = "http://127.0.0.1:8000",
     experts: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help='Expert actors: how many, or "+1" and "-1".'),

@@ -145,6 +145,8 @@ def _tell_news(console: Console, keeper: "Keeper") -> NoReturn:
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
+    from expertmesh.cluster.watch import first_line
+
     before: Status | None = None
     while True:
         try:
@@ -153,7 +155,9 @@ def _tell_news(console: Console, keeper: "Keeper") -> NoReturn:
             console.print(f"[yellow]the mesh's keeper is silent[/] for {STATUS_SECONDS:g} s")
             continue
         except RayActorError as error:
-            raise Refused(ExitCode.LAUNCH, f"the mesh's keeper has died: {error}") from error
+            raise Refused(
+                ExitCode.LAUNCH, f"the mesh's keeper has died: {first_line(error)}"
+            ) from error
         for style, line in [] if before is None else news(before, after):
             console.print(f"  {time.strftime('%H:%M:%S')}  [{style}]{escape(line)}[/]")
         before = after

@@ -77,7 +77,7 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
 def _actor_table(report: Report, every: bool) -> Table:
     """The busiest first where there are many."""
     total = sum(actor.rows for actor in report.actors)
-    table = Table("actor", "rows", "share", "busy")
+    table = Table("actor", "rows since its start", "share", "busy")
     for column in table.columns[1:]:
         column.justify = "right"
     actors = report.actors

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -426,3 +427,35 @@ def test_any_order_of_events_ends_in_a_mesh_that_serves(make: Any, seed: int) ->
     mesh.check()
     assert len(mesh.mesh.ranks.workers) >= 4 and mesh.mesh.attention
     assert not any(worker.handle.dead for worker in mesh.mesh.workers)
+
+
+def test_after_growing_and_shrinking_any_one_actor_can_be_lost_again(make: Any) -> None:
+    mesh = make(of=16)
+    assert mesh.mesh.slots == 8
+    mesh.controller.scale(experts=4, attention=None)
+    mesh.settle(lambda: len(mesh.provisioner.wanted) == 1)
+    mesh.provisioner.arrive()
+    mesh.settle(lambda: mesh.mesh.slots == 6)
+    mesh.controller.scale(experts=3, attention=None)
+    mesh.settle(lambda: mesh.mesh.slots == 8 and len(mesh.controller.leaving()) == 1)
+    mesh.controller.scale(experts=2, attention=None)
+    mesh.settle(lambda: mesh.mesh.slots == 16)
+
+
+def test_a_recovery_is_timed_from_the_loss_on(make: Any) -> None:
+    mesh = make(attention=1, recovery=QUICK)
+    mesh.kill(mesh.mesh.attention[0])
+    mesh.settle(lambda: state(mesh) == "unserviceable")
+    time.sleep(0.2)
+    mesh.provisioner.arrive()
+    mesh.settle(lambda: state(mesh) == "ready")
+    assert mesh.controller.counts.recovery_s >= 0.2
+
+
+def test_the_reason_names_all_that_the_trouble_came_of(make: Any) -> None:
+    mesh = make(attention=1, recovery=QUICK)
+    replica, actor = mesh.mesh.attention[0], mesh.mesh.ranks.workers[0]
+    mesh.kill(replica, actor)
+    mesh.settle(lambda: state(mesh) == "unserviceable" and len(mesh.provisioner.wanted) == 2)
+    reason = mesh.controller.status.reason
+    assert replica.member.name in reason and actor.member.name in reason

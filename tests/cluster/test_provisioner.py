@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from expertmesh.actors.model.loading import LoadSettings
-from expertmesh.cluster.events import Event, Joined, NotJoined
+from expertmesh.cluster.events import AttemptFailed, Event, Joined, NotJoined
 from expertmesh.cluster.membership import Bundle, Member, Worker
 from expertmesh.cluster.provisioner import Provisioner
 from expertmesh.cluster.settings import ClusterSettings, RecoverySettings
@@ -17,7 +17,7 @@ SETTINGS = ClusterSettings(
 )
 
 
-class WorkerPool:
+class ScriptedPool:
     """Starts a worker once all `failures` have happened."""
 
     def __init__(self, *failures: Exception) -> None:
@@ -43,22 +43,28 @@ class WorkerPool:
 
 
 def fill(pool: Any, attempts: int) -> Event:
+    """What comes of it, after a word about each attempt that failed."""
     heard: queue.Queue[Event] = queue.Queue()
+    failures = len(pool.failures)
     provisioner = Provisioner(SETTINGS, pool, heard.put, lambda seat: {})
     provisioner.fill("expert", "expert-1", None, attempts)
+    for attempt in range(1, failures + 1):
+        event = heard.get(timeout=10.0)
+        assert isinstance(event, AttemptFailed) and event.seat == "expert-1"
+        assert event.reason.startswith(f"attempt {attempt} of {attempts}: ")
     return heard.get(timeout=10.0)
 
 
 @pytest.mark.parametrize("error", [WorkerError("no"), KeyError("node"), AssertionError()])
 def test_a_failure_of_any_kind_is_told_and_the_place_given_back(error: Exception) -> None:
-    pool = WorkerPool(error)
+    pool = ScriptedPool(error)
     event = fill(pool, 1)
     assert isinstance(event, NotJoined) and (event.seat, event.kind) == ("expert-1", "expert")
     assert event.reason and pool.returned == pool.reserved
 
 
 def test_a_later_attempt_uses_the_same_place() -> None:
-    pool = WorkerPool(KeyError("node"), WorkerError("no"))
+    pool = ScriptedPool(KeyError("node"), WorkerError("no"))
     event = fill(pool, 3)
     assert isinstance(event, Joined) and event.worker.bundle is pool.reserved[0]
     assert len(pool.reserved) == 1 and not pool.returned

@@ -13,7 +13,7 @@ from expertmesh.actors.exchange.roster import Routing
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.controller import Controller
-from expertmesh.cluster.events import Event, Joined, NotJoined, WorkerLost
+from expertmesh.cluster.events import AttemptFailed, Event, Joined, NotJoined, WorkerLost
 from expertmesh.cluster.membership import Bundle, Kind, Member, Worker
 from expertmesh.cluster.placement import contiguous_placement
 from expertmesh.cluster.ranks import ExpertRanks, Share
@@ -178,6 +178,7 @@ class FakeProvisioner:
 
     def fail(self, at: int = 0) -> None:
         kind, seat, _, _ = self.wanted.pop(at)
+        self._world.post(AttemptFailed(seat, "made up"))
         self._world.post(NotJoined(kind, seat, "made up"))
 
 
