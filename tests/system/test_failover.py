@@ -11,7 +11,8 @@ import pytest
 from expertmesh.cluster.launch import Mesh, start
 from expertmesh.cluster.membership import Worker
 from expertmesh.cluster.settings import RecoverySettings
-from tests.system.test_mesh import Reader, ask, cluster, model, one_process, settings, submit
+from tests.support.local_ray import cluster
+from tests.system.test_mesh import Reader, ask, model, one_process, settings, submit
 
 __all__ = ["cluster", "model"]  # fixtures
 

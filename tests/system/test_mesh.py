@@ -4,7 +4,6 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -26,6 +25,9 @@ from expertmesh.cluster.launch import LaunchError, Mesh, Progress, start
 from expertmesh.cluster.ledger.recording import load_recording
 from expertmesh.cluster.settings import ClusterSettings
 from tests.support.checkpoints import write_checkpoint
+from tests.support.local_ray import cluster
+
+__all__ = ["cluster"]  # a fixture
 
 ENGINE = EngineSettings(pages=64, slots=8)
 DEADLINE = 2.0
@@ -34,22 +36,6 @@ DEADLINE = 2.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("mesh") / "model", num_experts=7)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    address = os.environ.get("EXPERTMESH_TEST_RAY")  # one that runs already, to save its start
-    if address:
-        ray.init(address=address, log_to_driver=False)
-    else:
-        # "local": never a cluster that happens to run on this machine.
-        ray.init(
-            address="local", num_cpus=16, object_store_memory=128 << 20, include_dashboard=False
-        )
-    yield
-    ray.shutdown()
 
 
 def settings(model: Path, **changes: Any) -> ClusterSettings:

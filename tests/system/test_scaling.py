@@ -20,7 +20,8 @@ from expertmesh.cluster.launch import Mesh, start
 from expertmesh.cluster.mover import PlanAbandoned
 from expertmesh.cluster.settings import RebalanceSettings
 from expertmesh.cluster.worker_pool import WorkerError
-from tests.system.test_mesh import Reader, ask, cluster, model, one_process, settings, submit
+from tests.support.local_ray import cluster
+from tests.system.test_mesh import Reader, ask, model, one_process, settings, submit
 
 __all__ = ["cluster", "model"]  # fixtures
 

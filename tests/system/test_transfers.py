@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,9 @@ from expertmesh.actors.experts.actor import ExpertActor
 from expertmesh.actors.experts.transfer import TransferError
 from expertmesh.actors.model.loading import LoadSettings
 from tests.actors.experts.sample import Sample, write_sample
+from tests.support.local_ray import cluster
+
+__all__ = ["cluster"]  # a fixture
 
 HOST = "127.0.0.1"
 
@@ -21,21 +23,6 @@ HOST = "127.0.0.1"
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
     return write_sample(tmp_path_factory.mktemp("transfers") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    address = os.environ.get("EXPERTMESH_TEST_RAY")  # one that runs already, to save its start
-    if address:
-        ray.init(address=address, log_to_driver=False)
-    else:
-        ray.init(
-            address="local", num_cpus=16, object_store_memory=128 << 20, include_dashboard=False
-        )
-    yield
-    ray.shutdown()
 
 
 def expert_actor(sample: Sample, ids: list[int]) -> tuple[Any, int]:
