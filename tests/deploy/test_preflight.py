@@ -1,6 +1,7 @@
 """What a start checks, as plain functions."""
 
 import os
+import pickle
 import signal
 import socket
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.cluster.launch import LaunchError
 from expertmesh.cluster.ledger.recording import Recording
 from expertmesh.deploy import one_process, preflight
 from expertmesh.deploy.cli import BUNDLED
@@ -28,7 +30,6 @@ from expertmesh.deploy.preflight import MemoryPlan
 from expertmesh.deploy.serve_app import DoorSettings, build_openai_app
 from expertmesh.deploy.serve_command import _serve_here, run
 from expertmesh.deploy.serve_console import announce
-from expertmesh.deploy.serve_mesh import found_damage
 from expertmesh.deploy.serve_options import ServeOptions
 from tests.support.http_server import free_port
 
@@ -264,18 +265,10 @@ def same_signal_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_damage_is_told_from_other_failed_starts() -> None:
-    remote = RuntimeError("load failed")
-    remote.cause = CheckpointError("scale 255")  # type: ignore[attr-defined]
-    for cause, damaged in (
-        (CheckpointError("x"), True),
-        (remote, True),
-        (RuntimeError("no node"), False),
-        (None, False),
-    ):
-        error = RuntimeError("the mesh")
-        error.__cause__ = cause
-        assert found_damage(error) is damaged
+def test_a_start_that_found_damage_says_so_between_processes() -> None:
+    for damaged in (True, False):
+        error = pickle.loads(pickle.dumps(LaunchError("scale 255 in a.safetensors", damaged)))
+        assert error.damaged is damaged and str(error) == "scale 255 in a.safetensors"
 
 
 @pytest.mark.parametrize("problem", [CheckpointError("a.safetensors: scale 255"), ConfigError("x")])
