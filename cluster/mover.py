@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from expertmesh.cluster.balancing.plan import Drop, Move, Plan
@@ -24,10 +24,8 @@ class Moves:
     plans: int = 0
     failed: int = 0
     copies: int = 0
-    seconds: float = 0.0
     finished_at: float | None = None  # monotonic
     last_error: str = ""
-    waves: list[float] = field(default_factory=list)  # seconds of the waves of the last plan
 
 
 class Mover:
@@ -51,21 +49,17 @@ class Mover:
 
         Raises PlanAbandoned when a copy fails or the epoch ends; nothing half-moved is routed.
         """
-        began = time.monotonic()
-        self.moves.waves = []
         try:
             for wave in schedule(plan, plan.old, slots):
                 if self._stopping.is_set():
                     raise PlanAbandoned("the mesh is stopping")
                 self._wave(wave, epoch, workers)
-                self.moves.waves.append(time.monotonic() - began - sum(self.moves.waves))
         except PlanAbandoned as error:
             self.moves.failed += 1
             self.moves.last_error = str(error)
             raise
         self.moves.plans += 1
         self.moves.finished_at = time.monotonic()
-        self.moves.seconds += self.moves.finished_at - began
 
     def _wave(self, wave: Wave, epoch: int, workers: Sequence[Worker]) -> None:
         staged: list[Move] = []

@@ -121,6 +121,7 @@ class Upkeep:
             plan = self.plan()
         except BalanceError as error:
             _log.warning("no plan: %s", error)
+            self._stopping.wait(PAUSE_S)
             return
         if plan is None or plan.old.actors != len(workers):
             return  # nothing to do, or the ranks have changed since
