@@ -11,7 +11,7 @@ from expertmesh.cluster.balancing.recovery import NoCapacity
 from expertmesh.cluster.epochs import form
 from expertmesh.cluster.membership import Epoch, Worker
 from expertmesh.cluster.placement import Placement
-from expertmesh.cluster.ranks import ExpertRanks, Share, share_of_newcomer
+from expertmesh.cluster.ranks import ExpertRanks, Share, share_of_newcomer, with_copies
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.worker_pool import WorkerError, WorkerPool
 
@@ -103,13 +103,13 @@ class Assembly:
         # a copy that may be gone nor forget one that may have come.
         self.ranks.drop(recovery.drops)
         for rank, share in recovery.loads.items():
-            workers[rank].held = _with(workers[rank].held, share)
+            workers[rank].held = with_copies(workers[rank].held, share)
         ask("drop", recovery.drops, self._version)
         ask("load_more", recovery.loads)
         self.reloaded += recovery.orphans
         self.ranks.placement = recovery.placement
         for rank, worker in enumerate(workers):
-            worker.held = _with(worker.held, recovery.placement.of_actor(rank))
+            worker.held = with_copies(worker.held, recovery.placement.of_actor(rank))
 
     def _free_unplaced(self) -> None:
         """Copies that the placement does not name any more."""
@@ -161,8 +161,3 @@ class Assembly:
     ) -> Share:
         """What the next expert actor to join should load; see share_of_newcomer."""
         return share_of_newcomer(self.ranks, slots, loads, promised)
-
-
-def _with(held: Share, more: Mapping[int, Sequence[int]]) -> Share:
-    added = {layer: (*held.get(layer, ()), *ids) for layer, ids in more.items()}
-    return held | {layer: tuple(dict.fromkeys(ids)) for layer, ids in added.items()}

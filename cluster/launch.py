@@ -20,7 +20,7 @@ from expertmesh.cluster.directory import Directory
 from expertmesh.cluster.groups.partition import groups_from_recording
 from expertmesh.cluster.groups.place import place_groups
 from expertmesh.cluster.groups.types import Groups
-from expertmesh.cluster.ledger.recording import RecordingError, load_recording
+from expertmesh.cluster.ledger.recording import RecordingError, load_recording_of
 from expertmesh.cluster.membership import Epoch, Kind, Worker
 from expertmesh.cluster.placement import Placement, PlacementError, contiguous_placement
 from expertmesh.cluster.ranks import ExpertRanks
@@ -195,13 +195,7 @@ def _groups(settings: ClusterSettings, config: ModelConfig) -> Groups | None:
     """Raises RecordingError for a file that is none, or of another model."""
     if settings.routing_record is None or settings.expert_actors < 2:
         return None
-    recording = load_recording(settings.routing_record)
-    if (recording.layers, recording.experts) != (tuple(config.moe_layers), config.num_experts):
-        raise RecordingError(
-            f"{settings.routing_record}: recorded from a model with {recording.experts} experts in "
-            f"{len(recording.layers)} MoE layers, not {config.num_experts} in "
-            f"{len(config.moe_layers)}"
-        )
+    recording = load_recording_of(settings.routing_record, config.moe_layers, config.num_experts)
     return groups_from_recording(recording, settings.expert_actors)
 
 

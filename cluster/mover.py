@@ -10,6 +10,7 @@ from expertmesh.cluster.balancing.plan import Drop, Move, Plan
 from expertmesh.cluster.balancing.waves import Wave, schedule
 from expertmesh.cluster.controller import Controller
 from expertmesh.cluster.membership import Worker
+from expertmesh.cluster.ranks import with_copies
 from expertmesh.cluster.worker_pool import WorkerError, WorkerPool
 
 
@@ -83,7 +84,7 @@ class Mover:
         for move in batch:
             target, source = workers[move.target], workers[move.source]
             with self._controller.lock:
-                target.held = _with(target.held, move.layer, move.expert)
+                target.held = with_copies(target.held, {move.layer: (move.expert,)})
             targets.append(target)
             calls.append(
                 target.handle.adopt.remote(
@@ -118,7 +119,3 @@ class Mover:
 
 def _drops_of(moves: Iterable[Move]) -> list[Drop]:
     return [Drop(move.layer, move.expert, move.target) for move in moves]
-
-
-def _with(held: dict[int, tuple[int, ...]], layer: int, expert: int) -> dict[int, tuple[int, ...]]:
-    return {**held, layer: (*held.get(layer, ()), expert)}

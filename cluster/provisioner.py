@@ -1,24 +1,19 @@
 """Side threads of the control plane: bringing up a worker for a seat, and letting one go."""
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 import ray
 from ray.exceptions import RayError
 
-from expertmesh.actors.attention.actor import ReplicaStats
+from expertmesh.actors.attention.actor import replica_stats
 from expertmesh.cluster.events import AttemptFailed, Drained, Event, Joined, NotJoined
 from expertmesh.cluster.membership import Bundle, Kind, Worker
 from expertmesh.cluster.ranks import Share
 from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.cluster.worker_pool import Place, WorkerPool
-
-_log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
 # How often a leaving attention replica is asked whether its requests have moved on.
@@ -26,7 +21,7 @@ LOOK_S = 0.1
 
 
 class Provisioner:
-    """Fills seats. Every attempt ends with Joined or NotJoined in the controller's queue."""
+    """Fills seats. Every wish ends with Joined or NotJoined in the controller's queue."""
 
     def __init__(
         self,
@@ -104,7 +99,3 @@ class Provisioner:
                 if stats.engine.running + stats.engine.waiting == 0:
                     break
         self._post(Drained(worker))
-
-
-def replica_stats(answer: Any) -> ReplicaStats:
-    return msgspec.msgpack.decode(answer, type=ReplicaStats)

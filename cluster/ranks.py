@@ -98,3 +98,9 @@ def share_of_newcomer(
 
         share[layer] = tuple(sorted(sorted(copies, key=urgency)[:slots]))
     return share
+
+
+def with_copies(held: Share, more: Mapping[int, Sequence[int]]) -> Share:
+    """What is held after `more` (layer -> experts) has come, each once."""
+    added = {layer: (*held.get(layer, ()), *ids) for layer, ids in more.items()}
+    return held | {layer: tuple(dict.fromkeys(ids)) for layer, ids in added.items()}

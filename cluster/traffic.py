@@ -10,7 +10,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from expertmesh.actors.attention.actor import ReplicaStats
+from expertmesh.actors.attention.actor import ReplicaStats, replica_stats
 from expertmesh.actors.exchange.counting import RoutingSnapshot
 from expertmesh.actors.experts.actor import ExpertStats
 from expertmesh.actors.model.config import ModelConfig
@@ -57,8 +57,7 @@ class Traffic:
             with contextlib.suppress(RayError):
                 answer = ray.get(call, timeout=0)
                 if worker.kind == "attention":
-                    stats = msgspec.msgpack.decode(answer, type=ReplicaStats)
-                    answers.replicas[worker] = stats
+                    answers.replicas[worker] = replica_stats(answer)
                 else:
                     answers.experts[worker] = answer
         return answers

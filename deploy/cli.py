@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, NoReturn, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from expertmesh import __version__
+from expertmesh.deploy.command import LOCAL_URL, URL, run_command
 from expertmesh.deploy.routing.commands import routing
 
 # As ClusterSettings.name wants it, known here without importing that.
@@ -190,7 +191,6 @@ def serve(
     Exit codes: 0 stopped by a signal, 2 wrong usage, 3 no such model, 4 broken checkpoint,
     5 port not usable, 6 not enough memory, 7 the mesh did not start.
     """  # fmt: skip
-    from expertmesh.deploy.exit_codes import Refused
     from expertmesh.deploy.serve_command import run
     from expertmesh.deploy.serve_options import ServeOptions
 
@@ -224,17 +224,12 @@ def serve(
         expert_cache_bytes=int(expert_cache_gb * 1e9),
         dry_run=dry_run,
     )
-    try:
-        run(options)
-    except Refused as refusal:
-        _refuse(refusal)
+    run_command(run, options)
 
 
 @app.command()
 def scale(
-    url: Annotated[
-        str, typer.Option(envvar="EXPERTMESH_URL", help="Of the running server.")
-    ] = "http://127.0.0.1:8000",
+    url: Annotated[str, URL] = LOCAL_URL,
     experts: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help='Expert actors: how many, or "+1" and "-1".'),
@@ -253,23 +248,9 @@ def scale(
     EXPERTMESH_ADMIN_TOKEN is sent when it is set. Exit codes: 0 done, 2 a wish that cannot be met,
     8 no answer or no permission.
     """
-    from expertmesh.deploy.exit_codes import Refused
     from expertmesh.deploy.scale_command import scale as ask
 
-    try:
-        ask(url, experts, attention, dry_run, as_json)
-    except Refused as refusal:
-        _refuse(refusal)
-
-
-def _refuse(refusal: Exception) -> NoReturn:
-    from expertmesh.deploy.exit_codes import Refused
-
-    assert isinstance(refusal, Refused)
-    typer.secho(f"error: {refusal.message}", fg="red", err=True)
-    if refusal.hint:
-        typer.echo(f"hint: {refusal.hint}", err=True)
-    raise typer.Exit(refusal.code)
+    run_command(ask, url, experts, attention, dry_run, as_json)
 
 
 def main() -> None:

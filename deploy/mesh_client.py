@@ -71,7 +71,7 @@ class MeshClient:
                     ray.get_actor, self._name, namespace=self._namespace
                 )
             call = getattr(self._keeper, method).remote(*arguments)
-            return await asyncio.wait_for(_answer(call), limit_s)
+            return await asyncio.wait_for(answer_of(call), limit_s)
         except TimeoutError:
             raise EngineUnavailable(
                 f"{self._name} does not answer (no {method} within {limit_s:g} s)"
@@ -86,5 +86,6 @@ class MeshClient:
             raise EngineUnavailable(f"{self._name}: {first_line(error)}") from error
 
 
-async def _answer(reference: Any) -> Any:
+async def answer_of(reference: Any) -> Any:
+    """A Ray reference as a coroutine, which asyncio's waits ask for."""
     return await reference

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from expertmesh.actors.attention.actor import Refusal, ReplicaStats
+from expertmesh.actors.attention.actor import Refusal, replica_stats
 from expertmesh.actors.attention.messages import (
     EngineBusy,
     EngineStats,
@@ -19,6 +19,7 @@ from expertmesh.actors.attention.messages import (
 from expertmesh.actors.process import Health
 from expertmesh.cluster.watch import first_line
 from expertmesh.deploy.engine_client import EngineUnavailable
+from expertmesh.deploy.mesh_client import answer_of
 from expertmesh.deploy.tracked import TrackedRequest
 
 _log = logging.getLogger(__name__)
@@ -150,10 +151,10 @@ class ReplicaLink:
         if self._actor is None or self.state == "down":
             return None
         try:
-            answer = await asyncio.wait_for(_answer(self._actor.stats.remote()), STATS_SECONDS)
+            answer = await asyncio.wait_for(answer_of(self._actor.stats.remote()), STATS_SECONDS)
         except Exception:
             return None
-        return msgspec.msgpack.decode(answer, type=ReplicaStats).engine
+        return replica_stats(answer).engine
 
     # --- outputs in, and health -----------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class ReplicaLink:
         while True:
             # With our name: a replica aborts the requests of an ingress that falls silent. Ray
             # does not tell it, it keeps the stream of a dead reader open.
-            call = asyncio.ensure_future(_answer(actor.health.remote(self._ingress)))
+            call = asyncio.ensure_future(answer_of(actor.health.remote(self._ingress)))
             try:
                 # The second wait is for the case that this process was held up itself: then the
                 # time is over, and the answer lies in a socket that was not read yet.
@@ -226,10 +227,6 @@ class ReplicaLink:
             _log.log(logging.INFO if state == "up" else logging.WARNING,
                      "%s is %s %s", self.seat, state, self.reason)  # fmt: skip
             self._owner.link_changed(self)
-
-
-async def _answer(reference: Any) -> Any:
-    return await reference
 
 
 async def _ignoring_errors(reference: Any) -> None:

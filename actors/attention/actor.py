@@ -65,6 +65,11 @@ class ReplicaStats(msgspec.Struct):
     held_seconds: float = 0.0
 
 
+def replica_stats(answer: bytes) -> ReplicaStats:
+    """What AttentionActor.stats has answered."""
+    return msgspec.msgpack.decode(answer, type=ReplicaStats)
+
+
 class AttentionActor:
     def __init__(
         self,

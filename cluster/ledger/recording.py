@@ -191,6 +191,18 @@ def load_recording(source: Path | BinaryIO) -> Recording:
     return recording
 
 
+def load_recording_of(file: Path, layers: Sequence[int], experts: int) -> Recording:
+    """A recording of a model with these MoE layers and experts per layer. Raises RecordingError for
+    one of another model, and what load_recording raises."""
+    recording = load_recording(file)
+    if (recording.layers, recording.experts) != (tuple(layers), experts):
+        raise RecordingError(
+            f"{file}: of a model with {recording.experts} experts in {len(recording.layers)} "
+            f"layers, this one has {experts} in {len(layers)}"
+        )
+    return recording
+
+
 def _check(name: str, recording: Recording) -> None:
     size, trace = len(recording.layers), recording.trace_NLK
     if recording.hits_LE.shape != (size, recording.experts):

@@ -1,10 +1,11 @@
 """`expertmesh routing`: look at where tokens go. Only typer is imported here, for `--help`."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
+
+from expertmesh.deploy.command import LOCAL_URL, URL, run_command
 
 routing = typer.Typer(
     name="routing",
@@ -13,9 +14,6 @@ routing = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_URL = typer.Option(help="A running server.", envvar="EXPERTMESH_URL")
-_LOCAL = "http://127.0.0.1:8000"
-
 
 @routing.command()
 def report(
@@ -23,7 +21,7 @@ def report(
         Optional[Path],  # noqa: UP045 (typer reads it)
         typer.Argument(help="A file of `routing record`. Default: ask the running server."),
     ] = None,
-    url: Annotated[str, _URL] = _LOCAL,
+    url: Annotated[str, URL] = LOCAL_URL,
     png: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Write heat maps to this file."),
@@ -43,13 +41,13 @@ def report(
     from expertmesh.deploy.routing.reporting import Outputs, run_report
 
     outputs = Outputs(png=png, json=json, all_layers=all_layers)
-    _run(run_report, recording, url, outputs)
+    run_command(run_report, recording, url, outputs)
 
 
 @routing.command()
 def record(
     output: Annotated[Path, typer.Argument(help="The .npz file to write.")],
-    url: Annotated[str, _URL] = _LOCAL,
+    url: Annotated[str, URL] = LOCAL_URL,
     seconds: Annotated[
         float, typer.Option(min=0.1, max=600, help="Stop after so long at the latest.")
     ] = 60.0,
@@ -61,16 +59,4 @@ def record(
     described in expertmesh/cluster/ledger/recording.py."""
     from expertmesh.deploy.routing.reporting import run_record
 
-    _run(run_record, output, url, seconds, tokens)
-
-
-def _run(command: Callable[..., None], *arguments: Any) -> None:
-    from expertmesh.deploy.exit_codes import Refused
-
-    try:
-        command(*arguments)
-    except Refused as refusal:
-        typer.secho(f"error: {refusal.message}", fg="red", err=True)
-        if refusal.hint:
-            typer.echo(f"hint: {refusal.hint}", err=True)
-        raise typer.Exit(refusal.code) from None
+    run_command(run_record, output, url, seconds, tokens)
