@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.actors.exchange.toy import HOST, Shape, ThreadMesh, ToyBank, in_threa
 
 DEADLINE = 1.5
 LAYOUTS = ["direct", "exact", "padded"]
+SLEPT = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
 
 
 def shape_of(layout: str, **more: int) -> Shape:
@@ -123,17 +126,17 @@ def test_an_idle_mesh_uses_no_processor() -> None:
         batch = shape.rows(6)
         steps(exchange, shape, batch, 3)
 
-        def used() -> float:
-            total = time.process_time()
-            for process in processes:
-                with open(f"/proc/{process.pid}/stat") as stat:
-                    fields = stat.read().rsplit(")", 1)[1].split()
-                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            return total
+        def woken() -> int:
+            """Times a thread of ours has gone to sleep (gloo's own loop wakes every 10 ms)."""
+            pids = [os.getpid(), *(process.pid for process in processes)]
+            threads = [path for pid in pids for path in Path(f"/proc/{pid}/task").iterdir()]
+            ours = [path for path in threads if "gloo" not in (path / "comm").read_text()]
+            return sum(int(SLEPT.findall((path / "status").read_text())[0]) for path in ours)
 
-        before = used()
+        before = woken()
         time.sleep(DEADLINE + 0.5)
-        assert used() - before < 0.05
+        parked = woken() - before
+        assert parked < 10, f"{parked} wake-ups in {DEADLINE + 0.5} s: somebody polls"
         steps(exchange, shape, batch, 2)
 
 
