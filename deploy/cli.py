@@ -20,6 +20,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # EXPERTMESH_SERVE_PORT is --port of `expertmesh serve`.
+    context_settings={"auto_envvar_prefix": "EXPERTMESH"},
 )
 app.add_typer(routing, name="routing")
 
@@ -39,11 +41,23 @@ def root(
     """An expert-parallel inference server for Kimi K3-style models."""
 
 
-_MESH, _SCALING, _HTTP, _MODEL = "Mesh", "Autoscaling", "HTTP", "Model"
+_MESH, _SCALING, _EDGE, _MODEL = "Mesh", "Autoscaling", "Edge", "Model"
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the file's values the defaults of the options that are read after this one."""
+    if path is not None and not context.resilient_parsing:
+        from expertmesh.deploy.config_file import read_config
+
+        names = frozenset(option.name for option in context.command.params if option.name)
+        options = names - {"config", "dry_run"}
+        context.default_map, context.obj = run_command(read_config, path, options)
+    return path
 
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Annotated[
         Optional[Path],  # noqa: UP045 (typer reads it)
         typer.Argument(help="Checkpoint folder. Default: the bundled nano model."),
@@ -136,17 +150,47 @@ def serve(
             help="Log what the autoscaler would do, and do nothing.",
         ),
     ] = False,
-    host: Annotated[str, typer.Option(rich_help_panel=_HTTP)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=_HTTP)] = 8000,
+    host: Annotated[str, typer.Option(rich_help_panel=_EDGE)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=_EDGE)] = 8000,
+    grpc_port: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1,
+            max=65535,
+            rich_help_panel=_EDGE,
+            help="Port of the gRPC engine protocol. Default: none.",
+        ),
+    ] = None,
+    api_keys: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_EDGE,
+            help="File of API keys as hashes, see `expertmesh keys`. Default: no key is asked for.",
+        ),
+    ] = None,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            is_eager=True,
+            callback=_read_config,
+            rich_help_panel=_EDGE,
+            help="YAML file of these options (max_running: 64) and of the sections http, grpc, "
+            "auth and queue. Flags win.",
+        ),
+    ] = None,
     served_model_name: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(rich_help_panel=_HTTP, help="Default: the folder's name."),
+        typer.Option(rich_help_panel=_EDGE, help="Default: the folder's name."),
     ] = None,
     grace_seconds: Annotated[
         int,
         typer.Option(
             min=0,
-            rich_help_panel=_HTTP,
+            rich_help_panel=_EDGE,
             help="How long running answers may go on after a stop signal.",
         ),
     ] = 10,
@@ -191,8 +235,9 @@ def serve(
     Exit codes: 0 stopped by a signal, 2 wrong usage, 3 no such model, 4 broken checkpoint,
     5 port not usable, 6 not enough memory, 7 the mesh did not start.
     """  # fmt: skip
+    from expertmesh.deploy.edge_settings import EdgeSettings
     from expertmesh.deploy.serve_command import run
-    from expertmesh.deploy.serve_options import ServeOptions
+    from expertmesh.deploy.serve_options import ServeOptions, with_flags
 
     if not re.fullmatch(MESH_NAME, name):
         raise typer.BadParameter(f"must match {MESH_NAME}", param_hint="--name")
@@ -223,6 +268,7 @@ def serve(
         kv_pages=kv_pages,
         expert_cache_bytes=int(expert_cache_gb * 1e9),
         dry_run=dry_run,
+        edge=with_flags(context.obj or EdgeSettings(), grpc_port, api_keys),
     )
     run_command(run, options)
 

@@ -1,20 +1,22 @@
 """What the commands share: the server they ask, and how a refusal ends them. Imports only typer."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
+
+Result = TypeVar("Result")
 
 LOCAL_URL = "http://127.0.0.1:8000"
 URL = typer.Option(help="A running server.", envvar="EXPERTMESH_URL")
 
 
-def run_command(command: Callable[..., None], *arguments: Any) -> None:
-    """Calls it; what it refuses is told without a traceback and becomes the exit code."""
+def run_command(command: Callable[..., Result], *arguments: Any) -> Result:
+    """Its result; what it refuses is told without a traceback and becomes the exit code."""
     from expertmesh.deploy.exit_codes import Refused
 
     try:
-        command(*arguments)
+        return command(*arguments)
     except Refused as refusal:
         typer.secho(f"error: {refusal.message}", fg="red", err=True)
         if refusal.hint:

@@ -1,10 +1,13 @@
 """The HTTP server around an app: bound before it serves, and stopped within a bound."""
 
 import socket
+import ssl
 import time
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from expertmesh.deploy.edge_settings import TlsSettings
 
 # Above the idle time of common client pools and proxies (60 to 75 s): whoever closes first must
 # be the client, or its next request meets a closing socket.
@@ -76,11 +79,14 @@ def _one_at_a_time(port: int, limit: float = 5.0) -> socket.socket:
             time.sleep(0.01)
 
 
-def http_server(app: ASGIApp, grace_seconds: int, lifespan: bool = True) -> uvicorn.Server:
+def http_server(
+    app: ASGIApp, grace_seconds: int, lifespan: bool = True, tls: TlsSettings | None = None
+) -> uvicorn.Server:
     """uvicorn as this product runs it: no access log on the hot path, long keep-alive.
 
     grace_seconds: how long running answers may go on after a stop.
     """
+    ca_file = None if tls is None else tls.client_ca_file
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -90,5 +96,9 @@ def http_server(app: ASGIApp, grace_seconds: int, lifespan: bool = True) -> uvic
         timeout_graceful_shutdown=grace_seconds,
         backlog=2048,
         server_header=False,
+        ssl_certfile=None if tls is None else tls.cert_file,
+        ssl_keyfile=None if tls is None else tls.key_file,
+        ssl_ca_certs=None if ca_file is None else str(ca_file),
+        ssl_cert_reqs=ssl.CERT_NONE if ca_file is None else ssl.CERT_REQUIRED,
     )
     return uvicorn.Server(config)

@@ -26,15 +26,19 @@ from ray.serve import Application
 from expertmesh.actors.model.config import load_config
 from expertmesh.cluster.keeper import start_keeper
 from expertmesh.cluster.settings import ClusterSettings, RecoverySettings
-from expertmesh.deploy.listener import bind, http_server
+from expertmesh.deploy.edge_server import EdgeServer
+from expertmesh.deploy.edge_settings import EdgeSettings
+from expertmesh.deploy.front import Front
+from expertmesh.deploy.listener import bind
 from expertmesh.deploy.mesh_client import MeshClient
 from expertmesh.deploy.openai.admin import Admin
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.describe import describe
-from expertmesh.deploy.openai.served import Limits
 from expertmesh.deploy.ray_client import RayEngineClient
 from expertmesh.deploy.serve_scaling import seats_application
 
+# Serve's proxy spends 0.45 ms of CPU a chunk: 500 chunks a second are a quarter of a core.
+CHUNKS_BEHIND_PROXY = 500.0
 # One thread per process: the door's numeric libraries compute nothing.
 _ENV = {"env_vars": {"OMP_NUM_THREADS": "1"}}
 
@@ -56,25 +60,18 @@ class DoorSettings(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     grace_seconds: int = Field(10, ge=0)
-    chunks_per_second: float = Field(Limits().chunks_per_second, gt=0)
-    request_seconds: float = Field(Limits().request_seconds, gt=0)
-    body_bytes: int = Field(Limits().body_bytes, gt=0)
+    edge: EdgeSettings = Field(default_factory=EdgeSettings)
 
 
-def door_app(settings: DoorSettings, behind_proxy: bool = False) -> FastAPI:
+def door_app(settings: DoorSettings, behind_proxy: bool = False) -> tuple[Front, FastAPI]:
     """The OpenAI app over a mesh, which is found by its keeper's name."""
     config = load_config(settings.model)
-    limits = Limits(
-        body_bytes=settings.body_bytes,
-        chunks_per_second=settings.chunks_per_second,
-        request_seconds=settings.request_seconds,
-    )
     info = describe(
         settings.model,
         config,
         name=settings.served_model_name,
         max_model_len=settings.max_model_len,
-        limits=limits,
+        limits=settings.edge.limits(*([CHUNKS_BEHIND_PROXY] if behind_proxy else [])),
     )
     mesh = MeshClient(settings.mesh, settings.namespace)
     client = RayEngineClient(
@@ -92,7 +89,9 @@ def door_app(settings: DoorSettings, behind_proxy: bool = False) -> FastAPI:
 
     token = settings.admin_token
     admin = Admin(mesh, None if token is None else token.get_secret_value())
-    return build_app(client, info, admin=admin, lifespan=connected, behind_proxy=behind_proxy)
+    front = Front(client, info, settings.edge)
+    app = build_app(front, admin=admin, lifespan=connected, behind_proxy=behind_proxy)
+    return front, app
 
 
 class Door:
@@ -101,19 +100,19 @@ class Door:
     async def __init__(self, settings: DoorSettings) -> None:  # type: ignore[misc]
         # Shared, so that a replacement can listen before the replica it replaces has let go.
         listener = bind(settings.host, settings.port, shared=True)
-        app = await asyncio.to_thread(door_app, settings)
-        self._server = http_server(app, settings.grace_seconds)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        front, app = await asyncio.to_thread(door_app, settings)
+        self._server = EdgeServer(front, app, settings.host, settings.grace_seconds)
+        await self._server.start(listener)
 
     async def check_health(self) -> None:
         """Raises when the listener has ended; Serve then replaces this replica."""
-        if self._task.done():
+        if self._server.ended:
             raise RuntimeError("the HTTP listener has ended")
 
     async def drain(self) -> None:
         """No new connections; running answers get the grace time. Returns when all is done."""
-        self._server.should_exit = True
-        await asyncio.wait([self._task])
+        self._server.stop()
+        await self._server.wait()
 
 
 def door_application(settings: DoorSettings, node_address: str) -> Application:
@@ -170,8 +169,7 @@ class AppSettings(BaseModel):
     served_model_name: str | None = None
     max_model_len: int | None = Field(None, ge=1)
     front_doors: int = Field(1, ge=1, description="Replicas of the ingress deployment.")
-    # Serve's proxy spends 0.45 ms of CPU a chunk: 500 chunks a second are a quarter of a core.
-    chunks_per_second: float = Field(500.0, gt=0)
+    edge: EdgeSettings = Field(default_factory=EdgeSettings)
 
 
 def build_openai_app(args: dict[str, Any]) -> Application:
@@ -200,7 +198,7 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         namespace=mesh.namespace,
         recovery=mesh.recovery,
         admin_token=admin_token(),
-        chunks_per_second=settings.chunks_per_second,
+        edge=settings.edge,
     )
     owner = _deployment(
         MeshOwner,
@@ -211,7 +209,7 @@ def build_openai_app(args: dict[str, Any]) -> Application:
     ).bind(mesh)
 
     # Serve builds the app on the replica; nothing of it has to be pickled.
-    @serve.ingress(lambda: door_app(door, behind_proxy=True))
+    @serve.ingress(lambda: door_app(door, behind_proxy=True)[1])
     class Ingress:
         def __init__(self, *parts: Any) -> None:
             self._parts = parts  # ties the mesh and what scales it to this application

@@ -34,7 +34,11 @@ def run(options: ServeOptions) -> None:
         preflight.check_slots(config, options.expert_actors, options.slots_per_actor)
         preflight.check_recording(config, options.routing_record)
         options.autoscale(config)
-        with preflight.hold_port(options.host, options.port):
+        grpc_port = options.edge.grpc.port
+        with (
+            preflight.hold_port(options.host, options.port),
+            preflight.hold_port(options.host, grpc_port) if grpc_port else contextlib.nullcontext(),
+        ):
             if options.address is not None and not options.dry_run:
                 preflight.check_cluster(options.address)
             slots = _choose_slots(console, options, config, summary)
@@ -98,7 +102,9 @@ def _choose_slots(
 
 
 def _serve_here(console: Console, options: ServeOptions, config: ModelConfig) -> None:
-    from expertmesh.deploy.listener import bind, http_server
+    from expertmesh.deploy.edge_server import EdgeServer
+    from expertmesh.deploy.front import Front
+    from expertmesh.deploy.listener import bind
     from expertmesh.deploy.one_process import start_local
     from expertmesh.deploy.openai.app import build_app
     from expertmesh.deploy.openai.describe import describe
@@ -113,19 +119,24 @@ def _serve_here(console: Console, options: ServeOptions, config: ModelConfig) ->
         raise preflight.bad_checkpoint(options.model, error) from error
     try:
         info = describe(
-            options.model, config, name=options.served_name, max_model_len=options.context(config)
+            options.model,
+            config,
+            name=options.served_name,
+            max_model_len=options.context(config),
+            limits=options.edge.limits(),
         )
-        http = http_server(build_app(server.client, info), options.grace_seconds, lifespan=False)
+        front = Front(server.client, info, options.edge)
+        edge = EdgeServer(
+            front, build_app(front), options.host, options.grace_seconds, lifespan=False
+        )
         stop = _StopFlag()
         handle_signals(stop)
 
         async def main() -> None:
-            task = asyncio.create_task(http.serve(sockets=[listener]))
-            while not http.started and not task.done():
-                await asyncio.sleep(0.01)
+            await edge.start(listener)
             announce(console, options, began)
-            stop.on_set = lambda: setattr(http, "should_exit", True)
-            await task
+            stop.on_set = edge.stop
+            await edge.wait()
 
         asyncio.run(main())
     finally:

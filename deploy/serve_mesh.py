@@ -74,6 +74,7 @@ def _run_mesh(
             host=options.host,
             port=options.port,
             grace_seconds=options.grace_seconds,
+            edge=options.edge,
         )
         here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         try:

@@ -1,6 +1,6 @@
 """The options of `expertmesh serve`, and the settings that they make."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
@@ -14,6 +14,7 @@ from expertmesh.cluster.autoscaling.settings import (
     ExpertScaling,
 )
 from expertmesh.cluster.settings import ClusterSettings, RebalanceSettings, RecoverySettings
+from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 
 
@@ -45,6 +46,7 @@ class ServeOptions:
     kv_pages: int
     expert_cache_bytes: int
     dry_run: bool
+    edge: EdgeSettings = field(default_factory=EdgeSettings)
 
     @property
     def one_process(self) -> bool:
@@ -118,6 +120,16 @@ class ServeOptions:
             name=self.name,
             ray_address=self.address,
         )
+
+
+def with_flags(edge: EdgeSettings, grpc_port: int | None, api_keys: Path | None) -> EdgeSettings:
+    """The sections of the file with what has a flag of its own."""
+    if grpc_port is not None:
+        edge = edge.model_copy(update={"grpc": edge.grpc.model_copy(update={"port": grpc_port})})
+    if api_keys is not None:
+        auth = edge.auth.model_copy(update={"keys_file": api_keys.absolute()})
+        edge = edge.model_copy(update={"auth": auth})
+    return edge
 
 
 def _limits(

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from expertmesh import __version__
 from expertmesh.actors.model.tokenizer import Tokenizer
-from expertmesh.deploy.engine_client import EngineClient
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai import chat, completions
 from expertmesh.deploy.openai.admin import Admin, RebalanceRequest, RecordRequest, ScaleRequest
 from expertmesh.deploy.openai.body import read_json
@@ -30,10 +30,8 @@ from expertmesh.deploy.openai.protocol import (
     Strict,
     TokenizeRequest,
 )
-from expertmesh.deploy.openai.response import GenerationResponse, Traffic
+from expertmesh.deploy.openai.response import GenerationResponse
 from expertmesh.deploy.openai.sampling import check_ids, check_model
-from expertmesh.deploy.openai.served import ServedModel
-from expertmesh.deploy.openai.telemetry import Telemetry
 
 Model = TypeVar("Model", bound=Strict)
 Tokenizing = TypeVar("Tokenizing", TokenizeRequest, DetokenizeRequest)
@@ -43,14 +41,13 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def build_app(
-    client: EngineClient,
-    info: ServedModel,
+    front: Front,
     *,
     admin: Admin | None = None,
     lifespan: Lifespan | None = None,
     behind_proxy: bool = False,
 ) -> FastAPI:
-    """Routes for one served model. Two apps in a process share nothing.
+    """Routes for one served model. Two apps over two fronts share nothing.
 
     admin: the mesh behind the client, if there is one.
     lifespan: what must live as long as the app, on its event loop (a client's connections).
@@ -65,7 +62,7 @@ def build_app(
         lifespan=lifespan,
     )
     admin = admin or Admin(None)
-    door = FrontDoor(client, info, admin)
+    door = Endpoints(front, admin)
     app.add_middleware(Edge, tag=not behind_proxy)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -124,14 +121,12 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
 
-class FrontDoor:
-    """The endpoints. Every failure leaves as an ApiError."""
+class Endpoints:
+    """Every failure leaves as an ApiError."""
 
-    def __init__(self, client: EngineClient, served: ServedModel, admin: Admin) -> None:
-        self._client, self._admin = client, admin
-        self._served = served
-        self._traffic = Traffic(served.limits.chunks_per_second)
-        self._telemetry = Telemetry(served.name, lambda: self._traffic.requests)
+    def __init__(self, front: Front, admin: Admin) -> None:
+        self._front, self._admin = front, admin
+        self._served = front.served
 
     async def completions(self, request: Request) -> Response:
         def prepare(body: dict[str, Any]) -> tuple[Generation, bool]:
@@ -150,23 +145,15 @@ class FrontDoor:
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
         limits = self._served.limits
         try:
-            if self._traffic.requests >= limits.requests:
-                raise ApiError(
-                    429, f"{limits.requests} requests are being served already", retry_after=1
-                )
-            ready, reason = self._client.ready()
-            if not ready:
-                raise unavailable(reason)
+            self._front.check_open()
             body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
             generation, early_stop = (
                 await asyncio.to_thread(prepare, body) if heavy else prepare(body)
             )
         except ApiError as error:
-            self._telemetry.failed(error)
+            self._front.telemetry.failed(error)
             raise
-        return GenerationResponse(
-            generation, self._client, self._telemetry, self._traffic, early_stop
-        )
+        return GenerationResponse(generation, self._front, early_stop)
 
     async def models(self) -> Response:
         cards = [self._card(name) for name in self._served.names]
@@ -192,7 +179,7 @@ class FrontDoor:
         return Response(status_code=200)
 
     async def ready(self) -> Response:
-        ready, reason = self._client.ready()
+        ready, reason = self._front.ready()
         if not ready:
             raise unavailable(reason)
         return _json({"status": "ready", "model": self._served.name})
@@ -201,8 +188,8 @@ class FrontDoor:
         return _json({"version": __version__})
 
     async def metrics(self) -> Response:
-        engines, mesh = await asyncio.gather(self._client.stats(), self._admin.stats())
-        text = self._telemetry.exposition(engines, mesh)
+        engines, mesh = await asyncio.gather(self._front.client.stats(), self._admin.stats())
+        text = self._front.telemetry.exposition(engines, mesh)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _tokenizing(

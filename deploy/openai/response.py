@@ -10,11 +10,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from expertmesh.actors.attention.messages import TokenOutput
-from expertmesh.deploy.engine_client import EngineClient, Pace, at_the_end
+from expertmesh.deploy.engine_client import Pace, at_the_end
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.errors import ApiError, unavailable
 from expertmesh.deploy.openai.generation import DONE, KEEP_ALIVE, Generation, event
 from expertmesh.deploy.openai.run import Feed, all_choices, api_error
-from expertmesh.deploy.openai.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -25,41 +25,20 @@ _STREAM_HEADERS = [
 ]
 
 
-class Traffic:
-    """What is under way in this process, and so how often one stream may write.
-
-    All streams together get `chunks_per_second`; with few streams a chunk holds one token, with
-    many it holds what the engine made since the stream's last turn. A write costs the same
-    whatever it carries, and it is writes that exhaust the processor.
-    """
-
-    def __init__(self, chunks_per_second: float) -> None:
-        self._budget = chunks_per_second
-        self.requests = 0
-        self.streams = 0
-
-    def interval(self) -> float:
-        """Seconds between two chunks of one stream."""
-        return self.streams / self._budget
-
-
 class GenerationResponse(Response):
     """Runs `generation` against the client when the server calls it."""
 
     def __init__(
         self,
         generation: Generation,
-        client: EngineClient,
-        telemetry: Telemetry,
-        traffic: Traffic,
+        front: Front,
         early_stop: bool,
     ) -> None:
         """early_stop: the edge may end a choice before the engine does (stop strings)."""
         super().__init__()
         self._generation = generation
-        self._client = client
-        self._telemetry = telemetry
-        self._traffic = traffic
+        self._client, self._telemetry = front.client, front.telemetry
+        self._traffic = front.traffic
         self._early_stop = early_stop
         self._limits = generation.served.limits
         self._started = False

@@ -9,6 +9,7 @@ import pytest
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.tokenizer import Tokenizer
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.one_process import LocalServer, start_local
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.describe import describe
@@ -40,7 +41,7 @@ def served(tokenizer: Tokenizer) -> ServedModel:
 def fake_server(served: ServedModel) -> Iterator[tuple[FakeEngineClient, str]]:
     client = FakeEngineClient(vocab_size=VOCAB, eos=frozenset({VOCAB - 14}))
     limits = Limits(body_bytes=1 << 20, keep_alive_seconds=0.2, requests=64)
-    with http_server(build_app(client, replace(served, limits=limits))) as url:
+    with http_server(build_app(Front(client, replace(served, limits=limits)))) as url:
         yield client, url
 
 
@@ -80,7 +81,7 @@ def local_server(checkpoint: Path) -> Iterator[LocalServer]:
 @pytest.fixture(scope="session")
 def real_url(checkpoint: Path, local_server: LocalServer) -> Iterator[str]:
     info = describe(checkpoint, local_server.config, max_model_len=1024)
-    with http_server(build_app(local_server.client, info)) as url:
+    with http_server(build_app(Front(local_server.client, info))) as url:
         yield url
 
 

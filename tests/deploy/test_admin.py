@@ -14,6 +14,7 @@ from expertmesh.cluster.directory import ScaleError
 from expertmesh.cluster.ledger.stats import MeshStats
 from expertmesh.deploy.cli import app as cli
 from expertmesh.deploy.engine_client import EngineUnavailable
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.admin import Admin
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.served import ServedModel
@@ -75,7 +76,7 @@ class FakeControl:
 @contextmanager
 def serving(mesh: FakeControl | None, token: str | None = None) -> Iterator[Door]:
     served = ServedModel("tiny", "/models/tiny", 8, 8, None)
-    app = build_app(FakeEngineClient(), served, admin=Admin(mesh, token))
+    app = build_app(Front(FakeEngineClient(), served), admin=Admin(mesh, token))
     with http_server(app) as url, Door(url) as door:
         yield door
 

@@ -16,6 +16,7 @@ import pytest
 
 from expertmesh.actors.attention.messages import EngineBusy, EngineFailed, RequestRefused
 from expertmesh.deploy.engine_client import EngineUnavailable
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.served import Limits, ServedModel
 from tests.support.door import Door, envelope
@@ -187,7 +188,7 @@ def test_too_many_requests(served: ServedModel) -> None:
     """Above the limit the answer is "come back later", at once."""
     client = FakeEngineClient(seconds=0.3)
     limited = replace(served, limits=Limits(requests=3))
-    with http_server(build_app(client, limited)) as url, Door(url) as door:
+    with http_server(build_app(Front(client, limited))) as url, Door(url) as door:
         with ThreadPoolExecutor(3) as threads:
             slow = [threads.submit(door.text, "xy", max_tokens=5) for _ in range(3)]
             wait_for(lambda: client.running == 3)
@@ -240,7 +241,10 @@ def test_same_request_id_never_mixes(door: Door, fake: FakeEngineClient) -> None
 def test_deadline(served: ServedModel) -> None:
     client = FakeEngineClient(seconds=0.05)
     limits = Limits(request_seconds=0.3)
-    with http_server(build_app(client, replace(served, limits=limits))) as url, Door(url) as door:
+    with (
+        http_server(build_app(Front(client, replace(served, limits=limits)))) as url,
+        Door(url) as door,
+    ):
         assert door.refused(COMPLETIONS, 504, prompt="x", max_tokens=100)["code"] == "timeout"
         events = door.events(COMPLETIONS, prompt="x", max_tokens=100)
         assert events[-1]["error"]["code"] == "timeout"
@@ -249,7 +253,10 @@ def test_deadline(served: ServedModel) -> None:
 
 def test_checkpoint_without_a_tokenizer() -> None:
     served = ServedModel("bare", "/models/bare", 256, 320, None)
-    with http_server(build_app(FakeEngineClient(), served)) as url, Door(url, "bare") as door:
+    with (
+        http_server(build_app(Front(FakeEngineClient(), served))) as url,
+        Door(url, "bare") as door,
+    ):
         answer = door.complete([1, 2, 3], max_tokens=2, logprobs=1)
         choice = answer["choices"][0]
         assert choice["token_ids"] == [1, 2] and choice["text"] == ""
@@ -271,7 +278,11 @@ def test_checkpoint_without_a_tokenizer() -> None:
 def test_large_requests_do_not_hold_up_the_others(served: ServedModel) -> None:
     """2 MB of text and a million token ids are refused by length while /health stays quick."""
     client = FakeEngineClient()
-    with http_server(build_app(client, served)) as url, Door(url) as door, Door(url) as other:
+    with (
+        http_server(build_app(Front(client, served))) as url,
+        Door(url) as door,
+        Door(url) as other,
+    ):
         slowest = 0.0
         with ThreadPoolExecutor(2) as threads:
             text = threads.submit(door.post, COMPLETIONS, prompt="many words " * 190_000)
@@ -292,7 +303,7 @@ def test_text_that_can_not_fit_is_not_even_encoded(served: ServedModel) -> None:
             raise AssertionError("encoded")
 
     strict = replace(served, tokenizer=NeverEncodes(), longest_token=10)  # type: ignore[arg-type]
-    with http_server(build_app(FakeEngineClient(), strict)) as url, Door(url) as door:
+    with http_server(build_app(Front(FakeEngineClient(), strict))) as url, Door(url) as door:
         error = door.refused(COMPLETIONS, prompt="x" * 20_000)
         assert error["code"] == "context_length_exceeded" and "2000" in error["message"]
 
@@ -310,7 +321,7 @@ def test_an_idle_connection_is_kept(door: Door) -> None:
 
 def test_every_route_is_known() -> None:
     """A new route must be added here on purpose: keys and limits are decided per route."""
-    app = build_app(FakeEngineClient(), ServedModel("m", "/m", 8, 8, None))
+    app = build_app(Front(FakeEngineClient(), ServedModel("m", "/m", 8, 8, None)))
     paths = {getattr(route, "path", "") for route in app.routes} - {"/openapi.json"}
     assert paths == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",

@@ -7,6 +7,7 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.protocol import ChatRequest, CompletionRequest
 from expertmesh.deploy.openai.served import ServedModel
@@ -47,7 +48,7 @@ CHAT = bodies(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], "ma
 
 def test_any_json_gets_an_answer(served: ServedModel) -> None:
     client = FakeEngineClient()
-    with http_server(build_app(client, served)) as url, Door(url) as door:
+    with http_server(build_app(Front(client, served))) as url, Door(url) as door:
 
         @settings(max_examples=120)
         @given(body=COMPLETION)

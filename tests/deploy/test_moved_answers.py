@@ -17,6 +17,7 @@ from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.deploy import replica_link
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.describe import describe
 from expertmesh.deploy.ray_client import RayEngineClient
@@ -122,7 +123,7 @@ def test_killed_engines_leave_no_trace_in_any_answer(
         ready = [await started(checkpoint) for _ in range(5)]
         mesh = FakeMesh(r0=ready.pop(), r1=ready.pop())
         client = RayEngineClient(mesh.read, mesh.find)
-        app = build_app(client, describe(checkpoint, load_config(checkpoint), name="tiny"))
+        app = build_app(Front(client, describe(checkpoint, load_config(checkpoint), name="tiny")))
         client.start()
         await wait(lambda: len(client._up()) == 2)
         transport = httpx.ASGITransport(app)

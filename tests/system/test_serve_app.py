@@ -15,6 +15,7 @@ import pytest
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.one_process import start_local
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.describe import describe
@@ -69,7 +70,7 @@ def test_behind_the_proxy_and_back_after_a_death(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "tiny", tokenizer=True, num_hidden_layers=4)
     body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     local = start_local(LoadSettings(model=model), EngineSettings(pages=32, slots=4))
-    app = build_app(local.client, describe(model, local.config))
+    app = build_app(Front(local.client, describe(model, local.config)))
     with http_server(app) as url, Door(url) as door:
         expected = door.text("hello world", **body)
     local.stop()

@@ -17,6 +17,7 @@ import pytest
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.deploy.front import Front
 from expertmesh.deploy.one_process import start_local
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.describe import describe
@@ -60,7 +61,7 @@ def expected(checkpoint: Path) -> list[Any]:
     server = start_local(LoadSettings(model=checkpoint), EngineSettings(pages=64, slots=4))
     try:
         info = describe(checkpoint, server.config)
-        with http_server(build_app(server.client, info)) as url, Door(url) as door:
+        with http_server(build_app(Front(server.client, info))) as url, Door(url) as door:
             return answers(door)
     finally:
         server.stop()

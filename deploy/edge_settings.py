@@ -1,0 +1,98 @@
+"""Settings of the front door: what clients may do and how they get in.
+
+They come from the sections http, grpc, auth and queue of `expertmesh serve --config FILE`, or from
+`edge` in the arguments of a Serve application. Unknown keys are refused.
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from expertmesh.deploy.openai.served import Limits
+
+_LIMITS = Limits()
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TlsSettings(_Section):
+    """PEM files. With client_ca_file, clients must show a certificate that it signed."""
+
+    cert_file: Path
+    key_file: Path
+    client_ca_file: Path | None = None
+
+
+class HttpSettings(_Section):
+    """The OpenAI API's port."""
+
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description='Origins that browsers may call from, e.g. "https://chat.example"; "*": all.',
+    )
+    body_bytes: int = Field(_LIMITS.body_bytes, gt=0)
+    request_seconds: float = Field(_LIMITS.request_seconds, gt=0)
+    chunks_per_second: float | None = Field(
+        None, gt=0, description="Stream chunks of one front door. Unset: what its way out bears."
+    )
+    keep_alive_seconds: float = Field(
+        _LIMITS.keep_alive_seconds, gt=0, description="A silent stream gets a comment this often."
+    )
+    tls: TlsSettings | None = None
+
+
+class GrpcSettings(_Section):
+    """The engine protocol's own port. Off unless it has one."""
+
+    port: int | None = Field(None, ge=1, le=65535)
+    message_bytes: int = Field(64 << 20, gt=0, description="Largest message, either way.")
+    reflection: bool = True
+    min_ping_interval_s: float = Field(
+        10.0, gt=0, description="Clients may ping this often, also while nothing is sent."
+    )
+    tls: TlsSettings | None = None
+
+
+class AuthSettings(_Section):
+    """Who may use the API. With neither a file nor hashes, everybody who can reach the port."""
+
+    keys_file: Path | None = Field(
+        None, description="API keys as hashes, with their limits; read again when it changes."
+    )
+    key_hashes: tuple[str, ...] = Field(
+        (), description="Hashes of further keys; EXPERTMESH_API_KEYS becomes these."
+    )
+
+
+class QueueSettings(_Section):
+    """Requests beyond what the engines run at once wait here, fairly, or are told 429."""
+
+    running: int | None = Field(
+        None, ge=1, description="Requests given to the engines at once. Unset: as many as come."
+    )
+    waiting: int = Field(_LIMITS.requests, ge=0, description="Requests that may wait for a turn.")
+    wait_seconds: float = Field(600.0, gt=0, description="How long one may wait.")
+
+
+class EdgeSettings(_Section):
+    """All of the front door."""
+
+    http: HttpSettings = Field(default_factory=HttpSettings)
+    grpc: GrpcSettings = Field(default_factory=GrpcSettings)
+    auth: AuthSettings = Field(default_factory=AuthSettings)
+    queue: QueueSettings = Field(default_factory=QueueSettings)
+
+    def limits(self, chunks_per_second: float = _LIMITS.chunks_per_second) -> Limits:
+        """What one client may ask for. chunks_per_second: unless the settings say."""
+        http = self.http
+        return Limits(
+            body_bytes=http.body_bytes,
+            request_seconds=http.request_seconds,
+            chunks_per_second=http.chunks_per_second or chunks_per_second,
+            keep_alive_seconds=http.keep_alive_seconds,
+        )
+
+
+SECTIONS = tuple(EdgeSettings.model_fields)
