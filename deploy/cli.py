@@ -1,6 +1,7 @@
 """The command line. Only typer is imported here: `--help` must not wait for torch."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -41,6 +42,8 @@ def root(
     """An expert-parallel inference server for Kimi K3-style models."""
 
 
+# Each option has its variable; naming every one would double the help.
+option = partial(typer.Option, show_envvar=False)
 _MESH, _SCALING, _EDGE, _MODEL = "Mesh", "Autoscaling", "Edge", "Model"
 
 
@@ -64,18 +67,18 @@ def serve(
     ] = None,
     expert_actors: Annotated[
         int,
-        typer.Option(
+        option(
             min=0,
             rich_help_panel=_MESH,
             help="Processes that share the experts. 0: everything in one process.",
         ),
     ] = 2,
     attention_replicas: Annotated[
-        int, typer.Option(min=1, rich_help_panel=_MESH, help="Engines, each with its own state.")
+        int, option(min=1, rich_help_panel=_MESH, help="Engines, each with its own state.")
     ] = 1,
     slots_per_actor: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(
+        option(
             min=1,
             rich_help_panel=_MESH,
             help="Experts of each layer that an expert actor may hold. Default: as many as it "
@@ -84,7 +87,7 @@ def serve(
     ] = None,
     hold_seconds: Annotated[
         float,
-        typer.Option(
+        option(
             min=1,
             rich_help_panel=_MESH,
             help="How long running requests wait for a mesh that cannot serve.",
@@ -92,7 +95,7 @@ def serve(
     ] = 60.0,
     rebalance_seconds: Annotated[
         float,
-        typer.Option(
+        option(
             min=0,
             rich_help_panel=_MESH,
             help="Time between two looks at the balance of the experts. 0: never.",
@@ -100,17 +103,17 @@ def serve(
     ] = 30.0,
     address: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(
+        option(
             rich_help_panel=_MESH,
             help='Ray cluster to use: "auto" or HOST:PORT. Default: start a local one.',
         ),
     ] = None,
     name: Annotated[
-        str, typer.Option(rich_help_panel=_MESH, help="Prefix of the actors' names.")
+        str, option(rich_help_panel=_MESH, help="Prefix of the actors' names.")
     ] = "expertmesh",
     routing_record: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
+        option(
             exists=True,
             dir_okay=False,
             rich_help_panel=_MESH,
@@ -120,11 +123,11 @@ def serve(
     ] = None,
     min_expert_actors: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, rich_help_panel=_SCALING, help="Never fewer. Default: 1."),
+        option(min=1, rich_help_panel=_SCALING, help="Never fewer. Default: 1."),
     ] = None,
     max_expert_actors: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(
+        option(
             min=1,
             rich_help_panel=_SCALING,
             help="Never more. Default: the pool keeps its size.",
@@ -132,11 +135,11 @@ def serve(
     ] = None,
     min_attention_replicas: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, rich_help_panel=_SCALING, help="Never fewer. Default: 1."),
+        option(min=1, rich_help_panel=_SCALING, help="Never fewer. Default: 1."),
     ] = None,
     max_attention_replicas: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(
+        option(
             min=1,
             rich_help_panel=_SCALING,
             help="Never more. Default: the pool keeps its size.",
@@ -144,17 +147,17 @@ def serve(
     ] = None,
     autoscale_dry_run: Annotated[
         bool,
-        typer.Option(
+        option(
             "--autoscale-dry-run",
             rich_help_panel=_SCALING,
             help="Log what the autoscaler would do, and do nothing.",
         ),
     ] = False,
-    host: Annotated[str, typer.Option(rich_help_panel=_EDGE)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=_EDGE)] = 8000,
+    host: Annotated[str, option(rich_help_panel=_EDGE)] = "127.0.0.1",
+    port: Annotated[int, option(min=1, max=65535, rich_help_panel=_EDGE)] = 8000,
     grpc_port: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(
+        option(
             min=1,
             max=65535,
             rich_help_panel=_EDGE,
@@ -163,7 +166,7 @@ def serve(
     ] = None,
     api_keys: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
+        option(
             exists=True,
             dir_okay=False,
             rich_help_panel=_EDGE,
@@ -172,7 +175,7 @@ def serve(
     ] = None,
     config: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
+        option(
             exists=True,
             dir_okay=False,
             is_eager=True,
@@ -184,22 +187,22 @@ def serve(
     ] = None,
     served_model_name: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(rich_help_panel=_EDGE, help="Default: the folder's name."),
+        option(rich_help_panel=_EDGE, help="Default: the folder's name."),
     ] = None,
     grace_seconds: Annotated[
         int,
-        typer.Option(
+        option(
             min=0,
             rich_help_panel=_EDGE,
             help="How long running answers may go on after a stop signal.",
         ),
     ] = 10,
     dtype: Annotated[
-        str, typer.Option(rich_help_panel=_MODEL, help="auto, float32 or bfloat16.")
+        str, option(rich_help_panel=_MODEL, help="auto, float32 or bfloat16.")
     ] = "auto",
     max_model_len: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(
+        option(
             min=1,
             rich_help_panel=_MODEL,
             help="Most tokens of prompt and answer. Default: the model's, or what "
@@ -208,33 +211,34 @@ def serve(
     ] = None,
     max_running: Annotated[
         int,
-        typer.Option(
+        option(
             min=1, rich_help_panel=_MODEL, help="Sequences per replica that run at the same time."
         ),
     ] = 32,
     kv_pages: Annotated[
         int,
-        typer.Option(
-            min=1, rich_help_panel=_MODEL, help="64-token pages of latent cache per replica."
-        ),
+        option(min=1, rich_help_panel=_MODEL, help="64-token pages of latent cache per replica."),
     ] = 512,
     expert_cache_gb: Annotated[
         float,
-        typer.Option(
+        option(
             min=0,
             rich_help_panel=_MODEL,
             help="Decoded experts kept per process, beside the packed ones.",
         ),
     ] = 1.0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+        bool, option("--dry-run", help="Check everything, print the plan, start nothing.")
     ] = False,
 ) -> None:
     """Serve a checkpoint over the OpenAI API.
 
-    Exit codes: 0 stopped by a signal, 2 wrong usage, 3 no such model, 4 broken checkpoint,
-    5 port not usable, 6 not enough memory, 7 the mesh did not start.
-    """  # fmt: skip
+    Each option is also a variable (EXPERTMESH_SERVE_MAX_RUNNING) and a key of the --config file
+    (max_running: 64).
+
+    Exit codes: 0 stopped by a signal, 2 wrong usage, 3 no such model, 4 broken checkpoint, 5 port
+    not usable, 6 not enough memory, 7 the mesh did not start.
+    """
     from expertmesh.deploy.edge_settings import EdgeSettings
     from expertmesh.deploy.serve_command import run
     from expertmesh.deploy.serve_options import ServeOptions, with_flags
