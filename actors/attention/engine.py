@@ -44,6 +44,12 @@ class State(Protocol):
     slots: int
     latents: Tensor
 
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
     def zero_slot(self, slot: int) -> None: ...
 
 
@@ -109,9 +115,15 @@ class Engine:
         self.failed: str | None = None
         self._lock = threading.Lock()  # guards the inbox, the names in use, and `failed`
         self._inbox: deque[GenerateRequest | str] = deque()
-        self._names: set[str] = set()
+        self._names: dict[str, float] = {}  # when each was submitted
         self._sequences: dict[str, Sequence] = {}
-        self._count = EngineStats(pages_total=state.pages, slots_total=state.slots)
+        self._count = EngineStats(
+            pages_total=state.pages,
+            slots_total=state.slots,
+            page_bytes=state.page_bytes,
+            slot_bytes=state.slot_bytes,
+        )
+        self._now = 0.0  # when the tokens of this step were drawn
         self._submitted = 0
 
     # --- callable from any thread -------------------------------------------------------------
@@ -132,7 +144,7 @@ class Engine:
                 raise EngineBusy(
                     f"{waiting} requests are waiting, at most {self.settings.max_waiting} may"
                 )
-            self._names.add(request.request_id)
+            self._names[request.request_id] = perf_counter()
             self._inbox.append(request)
         self.arrived.set()
 
@@ -151,7 +163,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A copy; the counters of one step may be seen half updated."""
-        stats = msgspec.structs.replace(self._count)
+        stats = msgspec.structs.replace(self._count, timings=self._count.timings.copy())
         stats.running = len(self.scheduler.running)
         stats.waiting = max(0, len(self._names) - stats.running)
         stats.waiting_tokens = self._waiting_tokens()
@@ -185,7 +197,7 @@ class Engine:
             logits_RV = self._run(plan, step)
             ran = perf_counter()
             sampled, broken = self._sample(step, logits_RV)
-            drawn = perf_counter()
+            self._now = drawn = perf_counter()
             self._publish(step, sampled, broken, outputs)
             count.steps += 1
             count.plan_seconds += planned - start
@@ -237,7 +249,8 @@ class Engine:
             if isinstance(item, GenerateRequest):
                 self._submitted += 1
                 due = self.scheduler.due(self._count.steps, item.priority)
-                seq = Sequence(item, self._submitted, due, self._eos_ids)
+                arrived = self._names[item.request_id]
+                seq = Sequence(item, self._submitted, due, self._eos_ids, arrived)
                 self._sequences[seq.id] = seq
                 self.scheduler.add(seq)
             elif item in self._sequences:
@@ -254,7 +267,10 @@ class Engine:
             )
 
     def _run(self, plan: Plan, step: Step) -> Tensor:
+        timings, now = self._count.timings, perf_counter()
+        timings.step_tokens.observe(len(step.batch.token_ids_T))
         for seq in plan.admitted:
+            timings.start(seq.times, now)
             # By ownership, not by length: a one-token prompt must not inherit a stranger's state.
             self.state.zero_slot(seq.slot)
         trace = RoutingTrace() if step.wants_routing else None
@@ -311,6 +327,7 @@ class Engine:
             return self._break(seq)
         seq.append(token)
         self._count.generation_tokens += 1
+        self._count.timings.token(seq.times, self._now)
         if token in seq.end_ids:
             output = self._finish(seq, "stop")
             output.stop_reason = None if self._is_eos(seq, token) else token
@@ -338,7 +355,8 @@ class Engine:
     def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> TokenOutput:
         self.scheduler.remove(seq)
         del self._sequences[seq.id]
-        self._names.discard(seq.id)
+        self._names.pop(seq.id, None)
+        self._count.timings.leave(seq.times)
         counter = f"finished_{reason}"
         setattr(self._count, counter, getattr(self._count, counter) + 1)
         output = self._output(seq)

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from expertmesh.actors.attention.timings import Timings
+
 LOGPROB_FLOOR = -9999.0
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -116,7 +118,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: of sequences whose prompt has been computed, each counted once however often it
     was preempted, and not again where it resumes. generation_tokens: tokens handed out.
     recomputed_tokens: rows that a preemption or a resumed request made the model compute again.
-    Seconds add up over all steps: plan, forward, sample, publish.
+    Seconds add up over all steps: plan, forward, sample, publish. page_bytes, slot_bytes: of one
+    page of latents over all layers, and of one sequence's KDA state.
     """
 
     running: int = 0
@@ -126,6 +129,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     pages_free: int = 0
     slots_total: int = 0
     slots_free: int = 0
+    page_bytes: int = 0
+    slot_bytes: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -139,4 +144,5 @@ class EngineStats(msgspec.Struct, kw_only=True):
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     publish_seconds: float = 0.0
+    timings: Timings = msgspec.field(default_factory=Timings)
     failed: str | None = None

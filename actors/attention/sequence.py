@@ -4,6 +4,7 @@ import secrets
 
 from expertmesh.actors.attention.adjustments import Penalties, penalties_for
 from expertmesh.actors.attention.messages import GenerateRequest, TokenLogprobs
+from expertmesh.actors.attention.timings import Times
 from expertmesh.actors.attention.validation import end_ids
 
 NO_SLOT = -1
@@ -48,15 +49,23 @@ class Sequence:
         "seed",
         "slot",
         "special",
+        "times",
         "tokens",
     )
 
     def __init__(
-        self, request: GenerateRequest, number: int, rank: int, eos_ids: frozenset[int]
+        self,
+        request: GenerateRequest,
+        number: int,
+        rank: int,
+        eos_ids: frozenset[int],
+        arrived: float = 0.0,
     ) -> None:
+        """arrived: time.perf_counter's."""
         params = request.params
         self.id, self.params, self.priority = request.request_id, params, request.priority
         self.number, self.rank = number, (rank, number)
+        self.times = Times(arrived)
         resumed = request.resume_ids
         self.tokens = request.prompt_ids + resumed
         self.prompt_len = len(request.prompt_ids)

@@ -44,6 +44,14 @@ class ModelState:
             kda, slots, config.conv_kernel - 1, 3 * heads * width, dtype=dtype, device=device
         )
 
+    @property
+    def page_bytes(self) -> int:
+        return self.latents.nbytes // self.pages
+
+    @property
+    def slot_bytes(self) -> int:
+        return (self.kda.nbytes + self.conv.nbytes) // self.slots
+
     def zero_slot(self, slot: int) -> None:
         """A new owner must start from the empty state, whatever its first span's length."""
         self.kda[:, slot].zero_()

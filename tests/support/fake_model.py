@@ -38,6 +38,7 @@ class FakeState:
         self.count = [-7] * slots
         self.cells = np.full(pages * PAGE_TOKENS, -7, dtype=np.int64)
         self.latents = torch.ones(1, pages * PAGE_TOKENS, 1)
+        self.page_bytes, self.slot_bytes = PAGE_TOKENS * self.latents.itemsize, 16
 
     def zero_slot(self, slot: int) -> None:
         self.accumulator[slot] = self.count[slot] = 0
