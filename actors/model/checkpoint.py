@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.problems import CheckpointError
 from expertmesh.actors.model.progress import LoadMeter, LoadProgress
-from expertmesh.actors.model.shard import CheckpointError, ReadMode, Shard, ShardReader
+from expertmesh.actors.model.shard import ReadMode, Shard, ShardReader
 from expertmesh.actors.model.shard_set import open_shards
 from expertmesh.actors.model.summary import CheckpointSummary, summarize
 from expertmesh.actors.model.tensors import expert_prefix, expert_shapes
@@ -219,6 +220,10 @@ class Checkpoint:
             shard, full = self._inventory.where[name]
             raise CheckpointError(
                 f"{full} in {shard.path.name}: {heads} heads, but the values after the first "
-                f"{heads} are not all zero padding"
+                f"{heads} are not all zero padding",
+                file=shard.path.name,
+                tensor=full,
+                expected=f"zeros after the first {heads} values",
+                found="other values",
             )
         return flat[:heads]

@@ -20,6 +20,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from expertmesh.actors.model.problems import CheckpointError
+
 ReadMode = Literal["mmap", "sequential"]
 
 _MAX_HEADER = 100_000_000  # the format's own limit
@@ -35,10 +37,6 @@ _ITEM_BYTES = {
     "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 _TORCH = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be served. The message names the tensor and the shard."""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -93,18 +91,26 @@ def read_shard(path: Path) -> Shard:
                 file.seek(8)
                 header = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(
+            f"{path.name}: cannot be read ({error.strerror})", file=path.name
+        ) from error
     if size < 8:
         raise CheckpointError(
             f"{path.name}: {size} bytes, too short for a safetensors file (the 8-byte header "
-            "length is cut off)"
+            "length is cut off)",
+            file=path.name,
+            expected="at least 8 bytes",
+            found=f"{size} bytes",
         )
     entries = _parse_header(path, header, 8 + length)
     end = max((entry.end for entry in entries.values()), default=8 + length)
     if end != size:
         what = "is cut off" if size < end else "has bytes after its last tensor"
         raise CheckpointError(
-            f"{path.name}: {what}: the header needs {end} bytes, the file has {size}"
+            f"{path.name}: {what}: the header needs {end} bytes, the file has {size}",
+            file=path.name,
+            expected=f"{end} bytes",
+            found=f"{size} bytes",
         )
     return Shard(path, size, entries)
 
@@ -112,16 +118,25 @@ def read_shard(path: Path) -> Shard:
 def _refuse_bad_length(path: Path, size: int, length: int, start: bytes) -> None:
     if start.startswith(_LFS_POINTER):
         raise CheckpointError(
-            f"{path.name}: a Git LFS pointer, not the weights ({size} bytes); fetch them first"
+            f"{path.name}: a Git LFS pointer, not the weights ({size} bytes); fetch them first",
+            file=path.name,
+            expected="a safetensors file",
+            found="a Git LFS pointer",
         )
     if not 2 <= length <= _MAX_HEADER:
         raise CheckpointError(
-            f"{path.name}: not a safetensors file (header length {length}, file {size} bytes)"
+            f"{path.name}: not a safetensors file (header length {length}, file {size} bytes)",
+            file=path.name,
+            expected=f"a header of 2 to {_MAX_HEADER} bytes",
+            found=f"{length} bytes",
         )
     if 8 + length > size:
         raise CheckpointError(
             f"{path.name}: is cut off inside its header: the header ends at byte {8 + length}, "
-            f"the file has {size}"
+            f"the file has {size}",
+            file=path.name,
+            expected=f"at least {8 + length} bytes",
+            found=f"{size} bytes",
         )
 
 
@@ -131,18 +146,28 @@ def _parse_header(path: Path, header: bytes, data_start: int) -> dict[str, Entry
     try:
         raw = _HEADER.decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path.name}: unreadable header ({str(error)[:200]})") from None
+        raise CheckpointError(
+            f"{path.name}: unreadable header ({str(error)[:200]})", file=path.name
+        ) from None
     raw.pop("__metadata__", None)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object per shape, not per tensor
     entries = {}
     for name, fields in raw.items():
         (begin, end), shape = fields.data_offsets, fields.shape
         if not fields.dtype:
-            raise CheckpointError(f"{path.name}: tensor {name}: header entry without a dtype")
+            raise CheckpointError(
+                f"{path.name}: tensor {name}: header entry without a dtype",
+                file=path.name,
+                tensor=name,
+            )
         expected = prod(shape) * _ITEM_BYTES.get(fields.dtype, 0)
         if fields.dtype in _ITEM_BYTES and end - begin != expected:
             raise CheckpointError(
-                f"{path.name}: tensor {name}: {end - begin} bytes for {fields.dtype} {list(shape)}"
+                f"{path.name}: tensor {name}: {end - begin} bytes for {fields.dtype} {list(shape)}",
+                file=path.name,
+                tensor=name,
+                expected=f"{expected} bytes",
+                found=f"{end - begin} bytes",
             )
         shape = shapes.setdefault(shape, shape)
         entries[name] = Entry(sys.intern(fields.dtype), shape, data_start + begin, data_start + end)
@@ -157,7 +182,11 @@ def _refuse_gaps(path: Path, entries: dict[str, Entry], data_start: int) -> None
         if begin != position or end < begin:
             raise CheckpointError(
                 f"{path.name}: tensor {name}: bytes {begin} to {end}, expected to start at "
-                f"{position}"
+                f"{position}",
+                file=path.name,
+                tensor=name,
+                expected=f"start at byte {position}",
+                found=f"bytes {begin} to {end}",
             )
         position = end
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from expertmesh.actors.model.config import ModelConfig
-from expertmesh.actors.model.shard import CheckpointError, Entry, Shard
+from expertmesh.actors.model.problems import CheckpointError, Problem
+from expertmesh.actors.model.shard import Entry, Shard
 from expertmesh.actors.model.shard_set import shorten
 from expertmesh.actors.model.tensors import (
     GROUP_SIZE,
@@ -44,37 +45,77 @@ class Inventory:
         return shard.entries[full]
 
 
+@dataclass(slots=True)
+class TensorSurvey:
+    """Everything in which tensors and config differ, sorted by kind. hints: what explains many of
+    them at once. storage: where the quantization claim and the files differ; the files win."""
+
+    inventory: Inventory = field(default_factory=Inventory)
+    twice: list[Problem] = field(default_factory=list)
+    wrong: list[Problem] = field(default_factory=list)
+    missing: list[Problem] = field(default_factory=list)
+    extra: list[Problem] = field(default_factory=list)
+    hints: list[Problem] = field(default_factory=list)
+    storage: list[Problem] = field(default_factory=list)
+
+
 def take_inventory(config: ModelConfig, shards: list[Shard]) -> Inventory:
     """Check every tensor of `shards` against `config`.
 
     Raises CheckpointError with the first ten findings and their number; each names the tensor and,
     where there is one, the shard.
     """
-    inventory = Inventory()
+    survey = survey_tensors(config, shards)
+    inventory = survey.inventory
+    if survey.twice:
+        raise CheckpointError(survey.twice[0].text)
+    _refuse(survey)
+    if inventory.ignored:
+        prefixes = sorted({full.split(".", 1)[0] for _, full in inventory.ignored})
+        _log.info(
+            "checkpoint: %d tensors not used by the text model ignored (%s)",
+            len(inventory.ignored),
+            ", ".join(prefixes),
+        )
+    if survey.storage:
+        _log.warning(
+            "checkpoint: quantization_config and the stored experts disagree at %d modules, the "
+            "files are followed: %s",
+            len(survey.storage),
+            shorten(problem.tensor for problem in survey.storage),
+        )
+    return inventory
+
+
+def survey_tensors(config: ModelConfig, shards: list[Shard]) -> TensorSurvey:
+    """As `take_inventory`, with every problem in place of an error."""
+    survey = TensorSurvey()
+    inventory = survey.inventory
     for shard in shards:
         for full in shard.entries:
             name = full.removeprefix(config.tensor_prefix)
             if _ignorable(config, name):
                 inventory.ignored.append((shard, full))
             elif name in inventory.where:
-                other = inventory.where[name][0].path.name
-                raise CheckpointError(f"tensor {name} is in {other} and in {shard.path.name}")
+                other, file = inventory.where[name][0].path.name, shard.path.name
+                text = f"tensor {name} is in {other} and in {file}"
+                survey.twice.append(Problem(text, file, full, "once", f"also in {other}"))
             else:
                 inventory.where[name] = (shard, full)
     unseen = set(inventory.where)
-    missing: list[str] = []
-    wrong: list[str] = []
 
     def check(spec: TensorSpec) -> None:
         if spec.name not in inventory.where:
-            missing.append(f"{config.tensor_prefix}{spec.name} is missing")
+            full = f"{config.tensor_prefix}{spec.name}"
+            expected = f"{' or '.join(spec.dtypes)} {list(spec.shape)}"
+            survey.missing.append(Problem(f"{full} is missing", "", full, expected, "nothing"))
             return
         unseen.discard(spec.name)
         shard, full = inventory.where[spec.name]
         entry = shard.entries[full]
         # Half a million tensors in K3: the usual case is decided without a generator.
         if entry.shape != spec.shape or entry.dtype not in spec.dtypes:
-            wrong.extend(_findings(config, spec, shard, full))
+            survey.wrong.extend(_findings(config, spec, shard, full))
 
     for spec in attention_part(config):
         inventory.attention.append(spec.name)
@@ -83,18 +124,21 @@ def take_inventory(config: ModelConfig, shards: list[Shard]) -> Inventory:
         for expert in range(config.num_experts):
             for spec in _stored_expert(config, inventory, layer, expert):
                 check(spec)
+    for name in sorted(unseen):
+        shard, full = inventory.where[name]
+        text = f"{full} in {shard.path.name}"
+        survey.extra.append(Problem(text, shard.path.name, full, "no such tensor", "a tensor"))
     if inventory.packed:
-        _refuse_odd_widths(config)
-    _refuse(config, missing, wrong, unseen, inventory)
-    if inventory.ignored:
-        prefixes = sorted({full.split(".", 1)[0] for _, full in inventory.ignored})
-        _log.info(
-            "checkpoint: %d tensors not used by the text model ignored (%s)",
-            len(inventory.ignored),
-            ", ".join(prefixes),
+        survey.hints += _odd_widths(config)
+    if any(".experts." in name and not re.search(r"\.experts\.\d+\.", name) for name in unseen):
+        survey.hints.append(
+            Problem(
+                "stacked or fused experts are not read, only "
+                "block_sparse_moe.experts.{e}.{w1,w2,w3}.{weight | weight_packed + weight_scale}"
+            )
         )
-    _warn_of_other_storage(config, inventory)
-    return inventory
+    survey.storage = list(_other_storage(config, inventory))
+    return survey
 
 
 def _stored_expert(
@@ -114,20 +158,23 @@ def _stored_expert(
             yield TensorSpec(f"{name}.weight", (rows, columns))
 
 
-def _findings(config: ModelConfig, spec: TensorSpec, shard: Shard, full: str) -> Iterator[str]:
-    entry, place = shard.entries[full], f"{full} in {shard.path.name}"
+def _findings(config: ModelConfig, spec: TensorSpec, shard: Shard, full: str) -> Iterator[Problem]:
+    entry, file = shard.entries[full], shard.path.name
+
+    def wrong(what: str, found: object, expected: str) -> Problem:
+        text = f"{full} in {file}: {what} {found}, expected {expected}"
+        return Problem(text, file, full, f"{what} {expected}", f"{what} {found}")
+
     if entry.dtype not in spec.dtypes:
-        yield f"{place}: dtype {entry.dtype}, expected {' or '.join(spec.dtypes)}"
+        yield wrong("dtype", entry.dtype, " or ".join(spec.dtypes))
     if spec.name.endswith(".A_log"):
         if not _a_log_shape_fits(config, entry.shape):
             heads = config.kda_heads
-            yield (
-                f"{place}: shape {list(entry.shape)}, expected [{heads}], [{heads} padded with "
-                f"zeros] or [1, 1, {heads}, 1]"
-            )
+            shapes = f"[{heads}], [{heads} padded with zeros] or [1, 1, {heads}, 1]"
+            yield wrong("shape", list(entry.shape), shapes)
     elif entry.shape != spec.shape:
         groups = f" (group size {GROUP_SIZE})" if full.endswith("weight_scale") else ""
-        yield f"{place}: shape {list(entry.shape)}, expected {list(spec.shape)}{groups}"
+        yield wrong("shape", list(entry.shape), f"{list(spec.shape)}{groups}")
 
 
 def _a_log_shape_fits(config: ModelConfig, shape: tuple[int, ...]) -> bool:
@@ -150,45 +197,36 @@ def _ignorable(config: ModelConfig, name: str) -> bool:
     return False
 
 
-def _refuse_odd_widths(config: ModelConfig) -> None:
+def _odd_widths(config: ModelConfig) -> Iterator[Problem]:
     for key in ("moe_intermediate_size", "latent_size"):
         width = getattr(config, key)
         if width % GROUP_SIZE:
-            raise CheckpointError(
+            yield Problem(
                 f"experts are stored as mxfp4, but {key} {width} is no multiple of the group size "
-                f"{GROUP_SIZE}"
+                f"{GROUP_SIZE}",
+                expected=f"{key} a multiple of {GROUP_SIZE}",
+                found=str(width),
             )
 
 
-def _refuse(
-    config: ModelConfig,
-    missing: list[str],
-    wrong: list[str],
-    unseen: set[str],
-    inventory: Inventory,
-) -> None:
-    extra = [
-        f"{inventory.where[n][1]} in {inventory.where[n][0].path.name}" for n in sorted(unseen)
+def _refuse(survey: TensorSurvey) -> None:
+    kinds = (
+        (survey.wrong, "wrong"),
+        (survey.missing, "missing"),
+        (survey.extra, "not asked for by the config"),
+    )
+    parts = [
+        f"{len(problems)} {kind}: {shorten(problem.text for problem in problems)}"
+        for problems, kind in kinds
+        if problems
     ]
-    parts = []
-    if wrong:
-        parts.append(f"{len(wrong)} wrong: {shorten(wrong)}")
-    if missing:
-        parts.append(f"{len(missing)} missing: {shorten(missing)}")
-    if extra:
-        parts.append(f"{len(extra)} not asked for by the config: {shorten(extra)}")
-    if any(".experts." in name and not re.search(r"\.experts\.\d+\.", name) for name in unseen):
-        parts.append(
-            "stacked or fused experts are not read, only "
-            "block_sparse_moe.experts.{e}.{w1,w2,w3}.{weight | weight_packed + weight_scale}"
-        )
+    parts += [hint.text for hint in survey.hints]
     if parts:
         raise CheckpointError("tensors do not fit the config: " + "; ".join(parts))
 
 
-def _warn_of_other_storage(config: ModelConfig, inventory: Inventory) -> None:
-    """One line when the config's quantization claim and the files disagree; the files win (C10)."""
-    differs = []
+def _other_storage(config: ModelConfig, inventory: Inventory) -> Iterator[Problem]:
+    """Where the config's quantization claim and the files disagree; the files win (C10)."""
     for layer in config.moe_layers:
         for matrix in expert_shapes(config):
             # Ignore lists name kinds of modules, so the first expert speaks for its layer.
@@ -196,14 +234,11 @@ def _warn_of_other_storage(config: ModelConfig, inventory: Inventory) -> None:
             claim = claims_packed(config, module)
             stored = sum((layer, e, matrix) in inventory.packed for e in range(config.num_experts))
             if stored != (config.num_experts if claim else 0):
-                differs.append(f"{config.tensor_prefix}{module}")
-    if differs:
-        _log.warning(
-            "checkpoint: quantization_config and the stored experts disagree at %d modules, the "
-            "files are followed: %s",
-            len(differs),
-            shorten(differs),
-        )
+                full = f"{config.tensor_prefix}{module}"
+                expected = "mxfp4" if claim else "plain"
+                found = f"{stored} of {config.num_experts} experts in mxfp4"
+                text = f"{full}: quantization_config says {expected}, the files hold {found}"
+                yield Problem(text, "config.json", full, expected, found)
 
 
 def claims_packed(config: ModelConfig, module: str) -> bool:
