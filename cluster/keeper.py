@@ -133,6 +133,7 @@ def start_keeper(
         "name": settings.mesh_name,
         "namespace": settings.namespace,
         "num_cpus": 0,
+        "resources": dict(settings.resources.control),
         "max_concurrency": THREADS,
         "max_restarts": 0,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},

@@ -158,12 +158,13 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
     workers: list[Worker] = []
     try:
         gpus = gpus_per_actor(settings, ray_cluster.nodes())
-        needed = [bundle_of(settings, gpus)] * settings.actors
-        check_fits(needed, ray.cluster_resources())  # type: ignore[no-untyped-call]
         seats: list[tuple[Kind, str]] = [
             ("attention", f"attention-{i}") for i in range(settings.attention_replicas)
         ]
         seats += [("expert", f"expert-{i}") for i in range(settings.expert_actors)]
+        if not settings.nodes_may_join:
+            needed = [bundle_of(settings, gpus, kind) for kind, _ in seats]
+            check_fits(needed, ray.cluster_resources())  # type: ignore[no-untyped-call]
         workers = pool.start(pool.reserve(seats, settings.placement_timeout_s))
         attention = workers[: settings.attention_replicas]
         experts = workers[settings.attention_replicas :]

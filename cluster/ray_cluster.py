@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,12 @@ def reserve(bundles: Sequence[dict[str, float]], strategy: str, timeout_s: float
     if not group.wait(timeout_s):
         remove_placement_group(group)
         resources = ray.available_resources()  # type: ignore[no-untyped-call]
-        free = {k: v for k, v in resources.items() if k in ("CPU", "GPU")}
+        asked = {name for bundle in bundles for name in bundle} | {"CPU", "GPU"}
+        free = {k: v for k, v in resources.items() if k in asked}
+        kinds = Counter(str(bundle) for bundle in bundles)
+        wanted = " and ".join(f"{count} bundles of {kind}" for kind, count in kinds.items())
         raise TimeoutError(
-            f"Ray has not reserved {len(bundles)} bundles of {bundles[0]} ({strategy}) within "
-            f"{timeout_s:g} s; free now: {free}"
+            f"Ray has not reserved {wanted} ({strategy}) within {timeout_s:g} s; free now: {free}"
         )
     return group
 

@@ -1,9 +1,9 @@
 """The settings of a whole mesh: the actors' own settings, and how many actors where."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.settings import ExchangeSettings
@@ -92,6 +92,38 @@ class RebalanceSettings(BaseModel):
     )
 
 
+def _custom(resources: dict[str, float]) -> dict[str, float]:
+    for name, amount in resources.items():
+        if name in ("CPU", "GPU", "memory") or not name:
+            raise ValueError(f"{name or 'an empty name'} is not a custom resource's name")
+        if amount <= 0:
+            raise ValueError(f"{name} must be more than 0")
+    return resources
+
+
+CustomResources = Annotated[dict[str, float], AfterValidator(_custom)]
+
+
+class PoolResources(BaseModel):
+    """Custom Ray resources that processes reserve besides CPU and GPU, each kind its own. Nodes
+    that offer one (`ray start --resources`) are the only ones where that kind can run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    attention: CustomResources = Field(
+        default_factory=dict, description="Of each attention replica."
+    )
+    experts: CustomResources = Field(default_factory=dict, description="Of each expert actor.")
+    control: CustomResources = Field(
+        default_factory=dict,
+        description="Of the control plane's actors. They hold the mesh together, so they belong "
+        "where the cluster's head is, not on a node that may be lost.",
+    )
+    front_door: CustomResources = Field(
+        default_factory=dict, description="Of each front door that runs behind Serve's proxies."
+    )
+
+
 class ClusterSettings(BaseModel):
     """Frozen; unknown keys are refused by name."""
 
@@ -148,6 +180,9 @@ class ClusterSettings(BaseModel):
         ge=0,
         description="Ray GPUs that each actor reserves. Unset: 1 where there are GPUs.",
     )
+    resources: PoolResources = Field(
+        default_factory=PoolResources, description="Which kinds of nodes which processes run on."
+    )
     threads_per_actor: int | None = Field(
         default=None,
         ge=1,
@@ -155,6 +190,12 @@ class ClusterSettings(BaseModel):
     )
     placement_timeout_s: float = Field(
         default=60.0, gt=0, description="How long to wait for Ray to reserve the slots."
+    )
+    nodes_may_join: bool = Field(
+        default=False,
+        description="Whether a cluster that is too small for the launch may still grow, as where "
+        "nodes start one by one or an autoscaler adds them: then the slots are waited for. If "
+        "not, it is refused at once.",
     )
     start_timeout_s: float = Field(
         default=120.0,

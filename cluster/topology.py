@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from expertmesh.cluster.membership import Kind
 from expertmesh.cluster.settings import ClusterSettings
 
 
@@ -29,12 +30,17 @@ def gpus_per_actor(settings: ClusterSettings, nodes: Sequence[Node]) -> float:
     return 1.0 if any(node.gpus for node in nodes) else 0.0
 
 
-def bundle_of(settings: ClusterSettings, gpus: float) -> dict[str, float]:
-    """What one actor reserves."""
+def bundle_of(settings: ClusterSettings, gpus: float, kind: Kind) -> dict[str, float]:
+    """What one actor of that kind reserves."""
     bundle = {"CPU": settings.cpus_per_actor}
     if gpus:
         bundle["GPU"] = gpus
-    return bundle
+    return bundle | custom_resources(settings, kind)
+
+
+def custom_resources(settings: ClusterSettings, kind: Kind) -> dict[str, float]:
+    own = settings.resources
+    return dict(own.attention if kind == "attention" else own.experts)
 
 
 def check_fits(needed: Sequence[Mapping[str, float]], available: Mapping[str, float]) -> None:
@@ -42,12 +48,12 @@ def check_fits(needed: Sequence[Mapping[str, float]], available: Mapping[str, fl
 
     Ray itself would wait for ever, in case somebody adds a node.
     """
-    for resource in ("CPU", "GPU"):
-        total = sum(bundle.get(resource, 0.0) for bundle in needed)
-        have = available.get(resource, 0.0)
-        if total > have:
+    for resource in dict.fromkeys(name for bundle in needed for name in bundle):
+        takers = [bundle[resource] for bundle in needed if resource in bundle]
+        total, have = sum(takers), available.get(resource, 0.0)
+        if total > have + 1e-6:  # a sum of decimal fractions
             raise TopologyError(
-                f"{len(needed)} actors need {total:g} Ray {resource} slots and the cluster has "
+                f"{len(takers)} actors need {total:g} Ray {resource} slots and the cluster has "
                 f"{have:g}: start it with more, or ask for fewer actors"
             )
 

@@ -17,7 +17,7 @@ from expertmesh.actors.experts.actor import ExpertActor
 from expertmesh.cluster import ray_cluster
 from expertmesh.cluster.membership import Bundle, Kind, Member, Worker
 from expertmesh.cluster.settings import ClusterSettings
-from expertmesh.cluster.topology import bundle_of, gpus_per_actor, threads_by_rank
+from expertmesh.cluster.topology import bundle_of, custom_resources, gpus_per_actor, threads_by_rank
 from expertmesh.cluster.watch import first_line
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class WorkerPool:
         """One bundle per seat. Raises TimeoutError when Ray has not made room in time; while it
         waits, Ray's own autoscaler sees the group as pending and may add nodes."""
         gpus = gpus_per_actor(self._settings, ray_cluster.nodes())
-        bundles = [bundle_of(self._settings, gpus) for _ in kinds]
+        bundles = [bundle_of(self._settings, gpus, kind) for kind, _ in kinds]
         group = ray_cluster.reserve(bundles, self._settings.strategy, timeout_s)
         with self._lock:
             self._groups.append(group)
@@ -138,6 +138,7 @@ class WorkerPool:
             "namespace": settings.namespace,
             "num_cpus": settings.cpus_per_actor,
             "num_gpus": gpus,
+            "resources": custom_resources(settings, place.kind),
             "max_restarts": 0,  # a process that comes back belongs to no epoch
             "runtime_env": {"env_vars": env},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(

@@ -206,6 +206,7 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         num_replicas=1,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=20,
+        resources=dict(mesh.resources.control),
     ).bind(mesh)
 
     # Serve builds the app on the replica; nothing of it has to be pickled.
@@ -218,6 +219,7 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         Ingress,
         name="openai",
         num_replicas=settings.front_doors,
+        resources=dict(mesh.resources.front_door),
         max_ongoing_requests=10_000,
         graceful_shutdown_timeout_s=30,
     )

@@ -34,16 +34,16 @@ def test_one_gpu_each_where_there_are_gpus() -> None:
     assert gpus_per_actor(settings(gpus_per_actor=0.5), nodes) == 0.5
     assert gpus_per_actor(settings(load=LoadSettings(model="/m", device="cpu")), nodes) == 0
     assert gpus_per_actor(settings(), [node("a", 2)]) == 0
-    assert bundle_of(settings(), 1) == {"CPU": 1.0, "GPU": 1.0}
+    assert bundle_of(settings(), 1, "expert") == {"CPU": 1.0, "GPU": 1.0}
 
 
 def test_what_cannot_fit_is_refused_with_both_numbers() -> None:
-    three = [bundle_of(settings(), 0)] * 3
+    three = [bundle_of(settings(), 0, "expert")] * 3
     check_fits(three, {"CPU": 3.0})
     with pytest.raises(TopologyError, match="3 actors need 3 Ray CPU slots and the cluster has 2"):
         check_fits(three, {"CPU": 2.0})
     with pytest.raises(TopologyError, match="GPU slots and the cluster has 0"):
-        check_fits([bundle_of(settings(), 1)] * 3, {"CPU": 8.0})
+        check_fits([bundle_of(settings(), 1, "expert")] * 3, {"CPU": 8.0})
 
 
 def test_unknown_keys_are_refused_by_name() -> None:
