@@ -8,12 +8,12 @@ from expertmesh.actors.model.chat_messages import ChatError, Message
 from expertmesh.actors.model.tokenizer import Tokenizer
 
 _STARTS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>", "system": "<|im_system|>"}
-_MIDDLE, _END = "<|im_middle|>", "<|im_end|>"
+_MIDDLE, END = "<|im_middle|>", "<|im_end|>"
 
 
 def has_markers(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer names the template's five ids."""
-    names = (*_STARTS.values(), _MIDDLE, _END)
+    names = (*_STARTS.values(), _MIDDLE, END)
     return all(tokenizer.special_id(name) is not None for name in names)
 
 
@@ -37,7 +37,7 @@ def render(messages: list[Message], tokenizer: Tokenizer, add_generation_prompt:
         ids += tokenizer.encode(message.name or message.role)
         marker(_MIDDLE)
         ids += tokenizer.encode(message.text or "")
-        marker(_END)
+        marker(END)
     if add_generation_prompt:
         marker(_STARTS["assistant"])
         ids += tokenizer.encode("assistant")
