@@ -14,7 +14,7 @@ from expertmesh.deploy.serve_scaling import LOOK_BACK_S, seats_application
 from tests.support.fake_mesh import FakeKeeper, FakeReplica
 from tests.support.server_process import wait_for
 
-MOST = 3
+MOST = 2
 SCALING = AttentionScaling(
     max_replicas=MOST, up_delay_s=1, down_delay_s=3, up_cooldown_s=1, down_cooldown_s=1
 )
