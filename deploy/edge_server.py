@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
@@ -23,7 +24,7 @@ class EdgeServer:
         self, front: Front, app: ASGIApp, host: str, grace_seconds: int, lifespan: bool = True
     ) -> None:
         self._front, self._host, self._grace = front, host, grace_seconds
-        self._http = http_server(app, grace_seconds, lifespan, front.edge.http.tls)
+        self._http = http_server(app, grace_seconds, lifespan, front.edge.http)
         self._grpc: GrpcServer | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -44,16 +45,27 @@ class EdgeServer:
         return self._task is not None and self._task.done()
 
     def stop(self) -> None:
-        """No new work; what runs gets the grace time. Returns at once; see `wait`."""
+        """No new work; what runs gets the grace time. Returns at once, also in a signal handler;
+        see `wait`."""
         self._front.draining = True
-        self._http.should_exit = True
 
     async def wait(self) -> None:
         """Returns when the server has stopped and every answer has ended."""
         assert self._task is not None, "start first"
-        while not (self._http.should_exit or self._task.done()):
+        while not (self._front.draining or self._task.done()):
             await asyncio.sleep(0.05)
-        work = [self._task]
+        work = [asyncio.create_task(self._drain(self._task))]
         if self._grpc is not None:
             work.append(asyncio.create_task(self._grpc.stop(self._grace)))
         await asyncio.gather(*work)
+
+    async def _drain(self, task: asyncio.Task[None]) -> None:
+        """The port stays open while answers run: whoever comes is told 503 and goes elsewhere,
+        where a closed port would look like a crash."""
+        over = time.monotonic() + self._grace
+        while self._front.traffic.requests and time.monotonic() < over and not task.done():
+            await asyncio.sleep(0.05)
+        # What is left of the grace is for connections that are still sending their last bytes.
+        self._http.config.timeout_graceful_shutdown = max(0, round(over - time.monotonic()))
+        self._http.should_exit = True
+        await task

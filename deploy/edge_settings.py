@@ -40,6 +40,14 @@ class HttpSettings(_Section):
     keep_alive_seconds: float = Field(
         _LIMITS.keep_alive_seconds, gt=0, description="A silent stream gets a comment this often."
     )
+    upload_seconds: float = Field(
+        _LIMITS.upload_seconds, gt=0, description="A request's body must have arrived by then."
+    )
+    # Above the idle time of common client pools and proxies (60 to 75 s): whoever closes first
+    # must be the client, or its next request meets a closing socket.
+    idle_seconds: int = Field(
+        90, gt=0, description="A connection without a request is kept this long."
+    )
     tls: TlsSettings | None = None
 
 
@@ -92,6 +100,7 @@ class EdgeSettings(_Section):
             request_seconds=http.request_seconds,
             chunks_per_second=http.chunks_per_second or chunks_per_second,
             keep_alive_seconds=http.keep_alive_seconds,
+            upload_seconds=http.upload_seconds,
         )
 
 

@@ -1,5 +1,8 @@
 """What all ways into one server share: HTTP and gRPC are two doors of the same house."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.engine_client import EngineClient
 from expertmesh.deploy.openai.errors import ApiError, unavailable
@@ -24,6 +27,15 @@ class Traffic:
         """Seconds between two chunks of one stream."""
         return self.streams / self._budget
 
+    @contextmanager
+    def accepted(self) -> Iterator[None]:
+        """One more request under way, from the reading of its body on."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
+
 
 class Front:
     """One served model with everything that its endpoints use. Lives on one event loop.
@@ -38,7 +50,9 @@ class Front:
         self.client, self.served = client, served
         self.edge = edge or EdgeSettings()
         self.traffic = Traffic(served.limits.chunks_per_second)
-        self.telemetry = Telemetry(served.name, lambda: self.traffic.requests)
+        self.telemetry = Telemetry(
+            served.name, lambda: self.traffic.requests, lambda: self.ready()[0]
+        )
         self.draining = False
 
     def ready(self) -> tuple[bool, str]:

@@ -7,11 +7,8 @@ import time
 import uvicorn
 from starlette.types import ASGIApp
 
-from expertmesh.deploy.edge_settings import TlsSettings
-
-# Above the idle time of common client pools and proxies (60 to 75 s): whoever closes first must
-# be the client, or its next request meets a closing socket.
-KEEP_ALIVE_SECONDS = 90
+from expertmesh.deploy.edge_settings import HttpSettings
+from expertmesh.deploy.http_protocol import BoundedProtocol
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
@@ -80,19 +77,23 @@ def _one_at_a_time(port: int, limit: float = 5.0) -> socket.socket:
 
 
 def http_server(
-    app: ASGIApp, grace_seconds: int, lifespan: bool = True, tls: TlsSettings | None = None
+    app: ASGIApp, grace_seconds: int, lifespan: bool = True, http: HttpSettings | None = None
 ) -> uvicorn.Server:
     """uvicorn as this product runs it: no access log on the hot path, long keep-alive.
 
     grace_seconds: how long running answers may go on after a stop.
     """
+    http = http or HttpSettings()
+    tls = http.tls
     ca_file = None if tls is None else tls.client_ca_file
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="on" if lifespan else "off",
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=http.idle_seconds,
         timeout_graceful_shutdown=grace_seconds,
         backlog=2048,
         server_header=False,

@@ -63,7 +63,7 @@ def build_app(
     )
     admin = admin or Admin(None)
     door = Endpoints(front, admin)
-    app.add_middleware(Edge, tag=not behind_proxy)
+    app.add_middleware(Edge, front=front, tag=not behind_proxy)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
 
@@ -78,6 +78,7 @@ def build_app(
     app.get("/v1/models/{model_id:path}", response_model=None)(door.model)
     app.get("/health", response_model=None)(door.health)
     app.get("/ready", response_model=None)(door.ready)
+    app.get("/load", response_model=None)(door.load)
     app.get("/version", response_model=None)(door.version)
     app.get("/metrics", response_model=None)(door.metrics)
     app.get("/mesh", response_model=None)(admin.status)
@@ -143,17 +144,26 @@ class Endpoints:
         return await self._generate(request, prepare)
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
-        limits = self._served.limits
         try:
             self._front.check_open()
-            body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
-            generation, early_stop = (
-                await asyncio.to_thread(prepare, body) if heavy else prepare(body)
-            )
+            with self._front.traffic.accepted():
+                body, heavy = await self._body(request)
+                body.setdefault("request_id", request.state.request_id)
+                generation, early_stop = (
+                    await asyncio.to_thread(prepare, body) if heavy else prepare(body)
+                )
         except ApiError as error:
             self._front.telemetry.failed(error)
             raise
+        if not request.state.request_id_given:
+            request.state.request_id = body["request_id"]
         return GenerationResponse(generation, self._front, early_stop)
+
+    async def _body(self, request: Request) -> tuple[dict[str, Any], bool]:
+        limits = self._served.limits
+        return await read_json(
+            request, limits.body_bytes, limits.json_depth, seconds=limits.upload_seconds
+        )
 
     async def models(self) -> Response:
         cards = [self._card(name) for name in self._served.names]
@@ -184,6 +194,22 @@ class Endpoints:
             raise unavailable(reason)
         return _json({"status": "ready", "model": self._served.name})
 
+    async def load(self) -> Response:
+        """What is under way here, and in each engine that answers."""
+        engines = await self._front.client.stats()
+        traffic = self._front.traffic
+        return _json(
+            {
+                "server_load": traffic.requests,
+                "streams": traffic.streams,
+                "engines": {
+                    name: {"running": one.running, "waiting": one.waiting}
+                    for name, one in engines.items()
+                    if one is not None
+                },
+            }
+        )
+
     async def version(self) -> Response:
         return _json({"version": __version__})
 
@@ -196,8 +222,7 @@ class Endpoints:
         self, request: Request, model: type[Tokenizing], param: str
     ) -> tuple[Tokenizing, bool, Tokenizer]:
         """The checked body, whether it is heavy, and the tokenizer that both directions need."""
-        limits = self._served.limits
-        body, heavy = await read_json(request, limits.body_bytes, limits.json_depth)
+        body, heavy = await self._body(request)
         parsed = _validate(model, body)
         check_model(parsed.model, self._served)
         if self._served.tokenizer is None:

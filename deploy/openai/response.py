@@ -1,6 +1,7 @@
 """The ASGI response of a generation: plain or streamed, ended by error, deadline or disconnect."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -25,6 +26,10 @@ _STREAM_HEADERS = [
 ]
 
 
+# How long a client may take to read why its answer ends.
+_LAST_WORDS_SECONDS = 5.0
+
+
 class GenerationResponse(Response):
     """Runs `generation` against the client when the server calls it."""
 
@@ -43,9 +48,14 @@ class GenerationResponse(Response):
         self._limits = generation.served.limits
         self._started = False
         self._sent_at = 0.0
+        # Two write: the answer and, while it is silent, the heartbeat.
+        self._writing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._traffic.requests += 1
+        with self._traffic.accepted():
+            await self._answer(receive, send)
+
+    async def _answer(self, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._run(send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
@@ -59,7 +69,6 @@ class GenerationResponse(Response):
             await self._send_error(unavailable("the server is stopping"), send)
             raise
         finally:
-            self._traffic.requests -= 1
             # Cancelling closes the client's iterators, which aborts the request in the engine.
             for task in (work, gone):
                 task.cancel()
@@ -147,14 +156,15 @@ class GenerationResponse(Response):
             heartbeat.cancel()
 
     async def _write(self, data: bytes, send: Send, more: bool = True) -> None:
-        self._sent_at = time.monotonic()
-        if not self._started:
-            self._started = True
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
-            )
-            data = self._generation.opening() + data
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+        async with self._writing:
+            self._sent_at = time.monotonic()
+            if not self._started:
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
+                )
+                self._started = True
+                data = self._generation.opening() + data
+            await send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _heartbeat(self, send: Send) -> None:
         """Comments while nothing else is sent. The first one also opens the stream, so until
@@ -168,21 +178,20 @@ class GenerationResponse(Response):
                 await self._write(KEEP_ALIVE, send)
 
     async def _send_error(self, error: ApiError, send: Send) -> None:
-        if self._started and self._generation.stream:
-            body = event(error.envelope()) + DONE
-        elif self._started:
-            return
-        else:
-            response = error.response()
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": response.status_code,
-                    "headers": response.raw_headers,
-                }
-            )
-            body = bytes(response.body)
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        """Gives up on a client that does not read: nothing of it may stay here for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                if not self._started:
+                    response = error.response()
+                    headers = response.raw_headers
+                    status = response.status_code
+                    await send(
+                        {"type": "http.response.start", "status": status, "headers": headers}
+                    )
+                    await send({"type": "http.response.body", "body": bytes(response.body)})
+                elif self._generation.stream:
+                    body = event(error.envelope()) + DONE
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -24,6 +24,8 @@ class Limits:
     stop_token_ids: int = 256
     logprobs: int = 20
     tools: int = 512
+    # From the head of a request to the end of its body.
+    upload_seconds: float = 120.0
     # From acceptance to the last token. A stalled engine ends in an error, never in a hang.
     request_seconds: float = 3600.0
     # A silent stream gets a comment this often: proxies cut connections that say nothing.

@@ -325,6 +325,6 @@ def test_every_route_is_known() -> None:
     paths = {getattr(route, "path", "") for route in app.routes} - {"/openapi.json"}
     assert paths == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",
-        "/tokenize", "/detokenize", "/health", "/ready", "/version", "/metrics",
+        "/tokenize", "/detokenize", "/health", "/ready", "/load", "/version", "/metrics",
         "/mesh", "/mesh/scale", "/mesh/rebalance", "/mesh/routing", "/mesh/routing/record",
     }  # fmt: skip

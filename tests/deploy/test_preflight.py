@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
+from starlette.types import Receive, Scope, Send
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.checkpoint import CheckpointError
@@ -24,8 +25,9 @@ from expertmesh.cluster.launch import LaunchError
 from expertmesh.cluster.ledger.recording import Recording
 from expertmesh.deploy import one_process, preflight
 from expertmesh.deploy.cli import BUNDLED
+from expertmesh.deploy.edge_settings import HttpSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
-from expertmesh.deploy.listener import KEEP_ALIVE_SECONDS, bind, http_server
+from expertmesh.deploy.listener import bind, http_server
 from expertmesh.deploy.preflight import MemoryPlan
 from expertmesh.deploy.serve_app import DoorSettings, build_openai_app
 from expertmesh.deploy.serve_command import _serve_here, run
@@ -341,8 +343,11 @@ def test_bundled_model_passes_its_checks() -> None:
 
 
 def test_idle_connections_outlive_client_pools() -> None:
-    assert KEEP_ALIVE_SECONDS > 75
-    assert http_server(lambda *_: None, 1).config.timeout_keep_alive == KEEP_ALIVE_SECONDS  # type: ignore[arg-type, return-value]
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    assert http_server(app, 1).config.timeout_keep_alive > 75
+    settings = HttpSettings(idle_seconds=300)
+    assert http_server(app, 1, http=settings).config.timeout_keep_alive == 300
 
 
 def test_serve_arguments_are_strict(checkpoint: Path) -> None:

@@ -1,0 +1,117 @@
+"""uvicorn's HTTP/1.1 connection with bounds that it lacks, and its refusals in the API's envelope.
+
+httptools limits neither the size of a request's head nor the time it takes; a connection that never
+finishes one would be held, and remembered, for ever.
+"""
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from expertmesh.deploy.openai.errors import ApiError
+
+HEAD_BYTES = 64 * 1024
+# For a head to be whole; for the rest of a body that has been refused already.
+HEAD_SECONDS = 60.0
+
+
+class _HeadTooLarge(Exception):
+    pass
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. A head above HEAD_BYTES is answered 431; what is no HTTP, 400.
+
+    A refused body is read on to its end, or until HEAD_SECONDS have passed: clients look for an
+    answer only when they have sent everything.
+    """
+
+    _head_bytes = 0
+    _in_head = True
+    _messages = 0
+    _oversized = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._messages
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        # Counted here only when it was all of one head; complete headers are counted one by one.
+        if self._in_head and self._messages == before:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self._oversized = True
+                self.send_400_response("")
+        if self.cycle is None or self.cycle.response_complete:
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._messages += 1
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._messages += 1
+        self._in_head = True
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES:
+            self._oversized = True
+            raise _HeadTooLarge  # the parser stops, and send_400_response is called
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what came and closes. Inside an answer that is under way nothing can be said."""
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.abort()
+            return
+        if self._oversized:
+            error = ApiError(431, f"the request's head exceeds the limit of {HEAD_BYTES} bytes")
+        else:
+            error = ApiError(400, "this is not a valid HTTP request", code="invalid_http")
+        response = error.response({"connection": "close"})
+        head = [*self.server_state.default_headers, *response.raw_headers]
+        lines = [b"%s: %s\r\n" % line for line in head]
+        self.transport.write(
+            b"".join([STATUS_LINE[error.status], *lines, b"\r\n", bytes(response.body)])
+        )
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer to speak another protocol (h2c, websocket) is passed over, as HTTP allows. The
+        parser stops there, so the connection ends with this answer."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
