@@ -31,9 +31,10 @@ def test_a_pool_without_enough_nodes_is_named_with_its_own_numbers() -> None:
     own = settings(resources=POOLS, cpus_per_actor=0.1)
     cluster = {"CPU": 64.0, "GPU": 8.0, "expertmesh_attention": 2.0, "expertmesh_expert": 3.0}
     check_fits(bundles(own, 2, 3), cluster)
-    with pytest.raises(TopologyError, match="4 actors need 4 Ray expertmesh_expert slots and .* 3"):
+    message = r"4 actors need 4 Ray expertmesh_expert slots and .* 3"
+    with pytest.raises(TopologyError, match=message):
         check_fits(bundles(own, 2, 4), cluster)
-    with pytest.raises(TopologyError, match="1 actors need 1 Ray expertmesh_attention .* has 0"):
+    with pytest.raises(TopologyError, match=r"1 actors need 1 Ray expertmesh_attention .* has 0"):
         check_fits(bundles(own, 1, 0), {"CPU": 1, "GPU": 1})
 
 
