@@ -82,6 +82,10 @@ class MeshKeeper:
         """The ledger's report, as plain data."""
         return self.mesh.upkeep.traffic.report()
 
+    def routing_overview(self) -> bytes:
+        """Overview as msgpack, for the dashboard page."""
+        return msgspec.msgpack.encode(self.mesh.upkeep.traffic.overview())
+
     def record_routing(self, seconds: float, tokens: int) -> bytes:
         """An .npz of what whole tokens chose; see Recorder.record."""
         return self.mesh.recorder.record(seconds, tokens, self._settings.load.model.name)

@@ -2,27 +2,28 @@
 
 `expertmesh_{name}_{unit}`; seconds and bytes; `_total` for counters only (the client library adds
 it); vLLM's suffixes where it has the same thing, so that dashboards port by replacing a prefix.
-Ratios of counters are computed in queries, never exported. Labels hold bounded values only.
+Ratios of counters are computed in queries, never exported. Labels hold bounded values only: a
+place ("expert-0"), never a process, a client or a request.
+
+Not here, as there is nothing to count yet: prefix_cache_queries and prefix_cache_hits. They come
+with a prefix cache.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+from expertmesh.actors.attention import timings
+from expertmesh.cluster.ledger.stats import ALARM_KINDS, MESH_STATES
+
 PREFIX = "expertmesh_"
 
-# vLLM's buckets; inter-token ones start lower, as its first (10 ms) is blind for fast decoding.
+# vLLM's buckets.
 TIME_TO_FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
     80, 160, 640, 2560,
 )  # fmt: skip
-INTER_TOKEN_BUCKETS = (
-    0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5,
-    10, 20, 40, 80,
-)  # fmt: skip
-REQUEST_BUCKETS = (
-    0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240,
-    480, 960, 1920, 7680,
-)  # fmt: skip
+INTER_TOKEN_BUCKETS = timings.TOKEN_BUCKETS
+REQUEST_BUCKETS = timings.REQUEST_BUCKETS
 TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -37,22 +38,39 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ("model_name",)
     buckets: tuple[float, ...] = ()
+    prefix: str = PREFIX
 
     @property
     def full_name(self) -> str:
         """As the client library wants it; a counter is exposed with `_total` appended."""
-        return PREFIX + self.name
+        return self.prefix + self.name
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """Names of its samples, as queries use them."""
+        if self.kind == "histogram":
+            return tuple(f"{self.full_name}_{part}" for part in ("bucket", "sum", "count"))
+        return (self.full_name + ("_total" if self.kind == "counter" else ""),)
 
 
-# The HTTP edge. Counted where usage is counted, so that sums over answers equal the counters.
+FINISH_REASONS = ("stop", "length", "tool_calls")
+ERROR_TYPES = (
+    "validation", "not_found", "overload", "cancelled", "unavailable", "timeout", "internal",
+)  # fmt: skip
+# Those that are not the client's doing.
+SERVER_ERRORS = ("overload", "unavailable", "timeout", "internal")
+ADMISSION_REASONS = ("queue_full", "rate_limit", "draining", "timeout")
+AUTH_REASONS = ("missing", "unknown", "expired")
+STEP_PHASES = ("plan", "forward", "sample", "publish")
+
+# The front door. Counted where usage is counted, so that sums over answers equal the counters.
 REQUEST_SUCCESS = Metric(
-    "request_success", "counter", "Choices that ended well, by finish_reason.",
+    "request_success", "counter",
+    f"Choices that ended well, by finish_reason: {', '.join(FINISH_REASONS)}.",
     ("model_name", "finished_reason"),
 )  # fmt: skip
 REQUEST_FAILURES = Metric(
-    "request_failures", "counter",
-    "Requests that ended badly: validation, not_found, overload, cancelled, unavailable, timeout, "
-    "internal.",
+    "request_failures", "counter", f"Requests that ended badly: {', '.join(ERROR_TYPES)}.",
     ("model_name", "error_type"),
 )  # fmt: skip
 PROMPT_TOKENS = Metric(
@@ -65,8 +83,8 @@ GENERATION_TOKENS = Metric(
     "Generated tokens of finished requests, as in usage.completion_tokens.",
 )  # fmt: skip
 TIME_TO_FIRST_TOKEN = Metric(
-    "time_to_first_token_seconds", "histogram", "From the request's arrival to its first token.",
-    buckets=TIME_TO_FIRST_TOKEN_BUCKETS,
+    "time_to_first_token_seconds", "histogram",
+    "From a streaming request's arrival to its first token.", buckets=TIME_TO_FIRST_TOKEN_BUCKETS,
 )  # fmt: skip
 INTER_TOKEN_LATENCY = Metric(
     "inter_token_latency_seconds", "histogram",
@@ -86,6 +104,31 @@ REQUEST_GENERATION_TOKENS = Metric(
 HTTP_REQUESTS_IN_FLIGHT = Metric(
     "http_requests_in_flight", "gauge", "Generation requests inside this front door."
 )
+READY = Metric(
+    "ready", "gauge", "1 when a request sent to this front door now would be served, else 0."
+)
+BUILD_INFO = Metric(
+    "build_info", "gauge", "1, with the version of the server.", ("model_name", "version")
+)
+ADMISSION_QUEUED = Metric(
+    "admission_queued_requests", "gauge", "Requests that wait in this front door for their turn."
+)
+ADMISSION_WAIT = Metric(
+    "admission_wait_seconds", "histogram", "How long requests have waited for their turn.",
+    buckets=REQUEST_BUCKETS,
+)  # fmt: skip
+ADMISSION_REFUSALS = Metric(
+    "admission_refusals", "counter",
+    f"Requests that were not let in: {', '.join(ADMISSION_REASONS)}.", ("model_name", "reason"),
+)  # fmt: skip
+AUTH_FAILURES = Metric(
+    "auth_failures", "counter",
+    f"Calls that came without a valid key: {', '.join(AUTH_REASONS)}.", ("model_name", "reason"),
+)  # fmt: skip
+GRPC_REQUESTS = Metric(
+    "grpc_requests", "counter", "Calls of the engine protocol that have ended, by status code.",
+    ("model_name", "method", "code"),
+)  # fmt: skip
 
 # Engines (attention replicas). `engine` is the replica's rank.
 _ENGINE = ("model_name", "engine")
@@ -119,7 +162,47 @@ ENGINE_RECOMPUTED_TOKENS = Metric(
 )
 ENGINE_STEP_SECONDS = Metric(
     "engine_step_seconds", "counter",
-    "Seconds of the engine loop by phase: plan, forward, sample, publish.", (*_ENGINE, "phase"),
+    f"Seconds of the engine loop by phase: {', '.join(STEP_PHASES)}.", (*_ENGINE, "phase"),
+)  # fmt: skip
+CACHE_CONFIG_INFO = Metric(
+    "cache_config_info", "gauge",
+    "1, with tokens per page and number of pages (vLLM's names: blocks) of the hot tier.",
+    (*_ENGINE, "block_size", "num_gpu_blocks"),
+)  # fmt: skip
+_TIER = (*_ENGINE, "tier", "kind")
+TIER_USED_BYTES = Metric(
+    "state_tier_used_bytes", "gauge",
+    "Bytes of state in use by tier (hot: on the device) and kind: pages of MLA latents, snapshots "
+    "of KDA state.", _TIER,
+)  # fmt: skip
+TIER_CAPACITY_BYTES = Metric(
+    "state_tier_capacity_bytes", "gauge", "Bytes of state a tier has room for, by kind.", _TIER
+)
+# Of sequences: a choice of a request in one engine. One that is resumed elsewhere is another.
+REQUEST_QUEUE_TIME = Metric(
+    "request_queue_time_seconds", "histogram",
+    "From a sequence's arrival in the engine to its first slot.", _ENGINE, REQUEST_BUCKETS,
+)  # fmt: skip
+REQUEST_PREFILL_TIME = Metric(
+    "request_prefill_time_seconds", "histogram",
+    "From a sequence's first slot to its first token.", _ENGINE, REQUEST_BUCKETS,
+)  # fmt: skip
+REQUEST_DECODE_TIME = Metric(
+    "request_decode_time_seconds", "histogram",
+    "From a sequence's first token to its last, aborted ones included.", _ENGINE, REQUEST_BUCKETS,
+)  # fmt: skip
+REQUEST_INFERENCE_TIME = Metric(
+    "request_inference_time_seconds", "histogram",
+    "From a sequence's first slot to its last token, aborted ones included.", _ENGINE,
+    REQUEST_BUCKETS,
+)  # fmt: skip
+TIME_PER_OUTPUT_TOKEN = Metric(
+    "request_time_per_output_token_seconds", "histogram",
+    "A sequence's decode time over its tokens after the first.", _ENGINE, INTER_TOKEN_BUCKETS,
+)  # fmt: skip
+ITERATION_TOKENS = Metric(
+    "iteration_tokens", "histogram", "Tokens computed by a step, prompts and answers.", _ENGINE,
+    tuple(map(float, timings.STEP_BUCKETS)),
 )  # fmt: skip
 
 # The mesh. `seat` is a place in it ("expert-0"), whoever sits there: as many series as seats.
@@ -131,6 +214,14 @@ EXPERT_UP = Metric(
 EXPERT_ROWS = Metric(
     "expert_rows", "counter",
     "Rows an expert actor has computed, one per (token, MoE layer).", _SEAT,
+)  # fmt: skip
+EXPERT_WEIGHT_BYTES = Metric(
+    "expert_weight_bytes", "gauge", "Bytes of the experts an actor holds, as in the checkpoint.",
+    _SEAT,
+)  # fmt: skip
+EXPERT_CACHE_BYTES = Metric(
+    "expert_decoded_cache_bytes", "gauge",
+    "Bytes of experts that an actor keeps decoded beside them.", _SEAT,
 )  # fmt: skip
 EXPERT_BUSY_SECONDS = Metric(
     "expert_busy_seconds", "counter", "Seconds an expert actor has spent in its experts.", _SEAT
@@ -167,12 +258,23 @@ DEAD_EXPERTS = Metric(
 )
 ROUTING_ALARMS = Metric(
     "routing_alarms", "counter",
-    "Alarms of the collapse detector: dead_expert, entropy_drop, router_nonfinite, "
-    "expert_nonfinite.", ("model_name", "kind"),
+    f"Alarms of the collapse detector: {', '.join(ALARM_KINDS)}.", ("model_name", "kind"),
 )  # fmt: skip
 ROUTING_ALARMS_ACTIVE = Metric(
     "routing_alarms_active", "gauge",
     "Alarms that hold now: experts for dead_expert, layers for the other kinds.",
+    ("model_name", "kind"),
+)  # fmt: skip
+MESH_STATE = Metric(
+    "mesh_state", "gauge", f"1 for the mesh's state, 0 for the others: {', '.join(MESH_STATES)}.",
+    ("model_name", "state"),
+)  # fmt: skip
+MESH_MEMBERS = Metric(
+    "mesh_members", "gauge", "Workers that are there, by kind: attention, expert.",
+    ("model_name", "kind"),
+)  # fmt: skip
+MESH_DESIRED = Metric(
+    "mesh_desired_members", "gauge", "Workers that there should be, by kind.",
     ("model_name", "kind"),
 )  # fmt: skip
 MESH_EPOCH = Metric("mesh_epoch", "gauge", "Number of the running epoch of the mesh.")
@@ -180,6 +282,14 @@ ROUTING_VERSION = Metric(
     "mesh_routing_version", "gauge", "Version of the placement that steps use."
 )
 FAILOVERS = Metric("mesh_failovers", "counter", "Epochs that began because an actor was lost.")
+LOSSES = Metric("mesh_losses", "counter", "Workers that were lost: died, fell silent or stuck.")
+JOINS = Metric("mesh_joins", "counter", "Workers that have joined the running mesh.")
+FAILED_JOINS = Metric("mesh_failed_joins", "counter", "Workers that did not come up.")
+LAST_RECOVERY = Metric(
+    "mesh_last_recovery_seconds", "gauge",
+    "From the last loss to the epoch that served again. Absent before the first.",
+)  # fmt: skip
+REBALANCE_RUNNING = Metric("mesh_rebalance_running", "gauge", "1 while experts are moved, else 0.")
 REBALANCES = Metric(
     "mesh_rebalances", "counter", "Rebalances by outcome: done, failed.",
     ("model_name", "outcome"),
@@ -197,6 +307,16 @@ HELD_REQUESTS = Metric(
     "mesh_held_requests", "gauge", "Requests that wait for the mesh to serve again."
 )
 
-ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+# Of the front door's process, as the client library names and describes them.
+PROCESS_CPU = Metric("process_cpu_seconds", "counter", "CPU seconds.", (), prefix="")
+PROCESS_MEMORY = Metric("process_resident_memory_bytes", "gauge", "Resident bytes.", (), prefix="")
+PROCESS_FILES = Metric("process_open_fds", "gauge", "Open file descriptors.", (), prefix="")
+PROCESS_START = Metric("process_start_time_seconds", "gauge", "Unix time.", (), prefix="")
+
+_DEFINED = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+ALL = tuple(metric for metric in _DEFINED if metric.prefix)
+PROCESS = tuple(metric for metric in _DEFINED if not metric.prefix)
 # Exposed by a server that has a mesh.
 MESH = ALL[ALL.index(EXPERT_UP) :]
+# Exposed once there is something to count: keys are asked for, requests queue, gRPC has a port.
+OPTIONAL = (ADMISSION_QUEUED, ADMISSION_WAIT, ADMISSION_REFUSALS, AUTH_FAILURES, GRPC_REQUESTS)

@@ -25,6 +25,7 @@ class Moves:
     plans: int = 0
     failed: int = 0
     copies: int = 0
+    running: bool = False
     finished_at: float | None = None  # monotonic
     last_error: str = ""
 
@@ -50,6 +51,7 @@ class Mover:
 
         Raises PlanAbandoned when a copy fails or the epoch ends; nothing half-moved is routed.
         """
+        self.moves.running = True
         try:
             for wave in schedule(plan, plan.old, slots):
                 if self._stopping.is_set():
@@ -59,6 +61,8 @@ class Mover:
             self.moves.failed += 1
             self.moves.last_error = str(error)
             raise
+        finally:
+            self.moves.running = False
         self.moves.plans += 1
         self.moves.finished_at = time.monotonic()
 

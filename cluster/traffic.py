@@ -17,6 +17,7 @@ from expertmesh.actors.model.config import ModelConfig
 from expertmesh.cluster.controller import Controller
 from expertmesh.cluster.ledger.alarms import Alarm
 from expertmesh.cluster.ledger.ledger import Ledger
+from expertmesh.cluster.ledger.overview import Overview
 from expertmesh.cluster.ledger.stats import ActorLoad, MeshStats, ReplicaLoad
 from expertmesh.cluster.ledger.totals import Total
 from expertmesh.cluster.membership import Worker
@@ -87,15 +88,33 @@ class Traffic:
         plain: dict[str, Any] = msgspec.to_builtins(report)
         return plain
 
+    def overview(self) -> Overview:
+        """For the dashboard page. Of the epoch, which does not change while it is read."""
+        mesh = self._controller.mesh
+        epoch, seats = mesh.epoch, {worker.member: worker.seat for worker in mesh.workers}
+        placement = epoch.placement if epoch.placement.held else None
+        names = [seats.get(member, member.name) for member in epoch.experts]
+        return self.ledger.overview(placement, names)
+
     def stats(self, moves: Moves) -> MeshStats:
         """For the exporter of /metrics."""
         controller, answers = self._controller, self.ask()
-        epoch = controller.mesh.epoch
+        epoch, counts, desired = controller.mesh.epoch, controller.counts, controller.desired()
         ago = None if moves.finished_at is None else time.monotonic() - moves.finished_at
         return MeshStats(
+            state=controller.status.state,
             epoch=epoch.number,
             routing_version=epoch.version,
-            failovers=controller.counts.failovers,
+            members={
+                kind: sum(w.kind == kind for w in controller.mesh.workers) for kind in desired
+            },
+            desired={str(kind): number for kind, number in desired.items()},
+            losses=counts.losses,
+            joins=counts.joins,
+            failed_joins=counts.failed_joins,
+            failovers=counts.failovers,
+            last_recovery=counts.recovery_s if counts.failovers else None,
+            rebalancing=moves.running,
             rebalances={"done": moves.plans, "failed": moves.failed},
             last_rebalance=None if ago is None else time.time() - ago,
             moved_experts=moves.copies,
@@ -133,7 +152,13 @@ class Traffic:
 def _actor_load(seat: str, stats: ExpertStats | None) -> ActorLoad:
     if stats is None or stats.failed is not None:
         return ActorLoad(seat, up=False)
-    return ActorLoad(seat, sum(stats.rows.values()), sum(stats.busy_seconds.values()))
+    return ActorLoad(
+        seat,
+        sum(stats.rows.values()),
+        sum(stats.busy_seconds.values()),
+        weight_bytes=stats.packed_bytes,
+        cache_bytes=stats.cached_bytes,
+    )
 
 
 def snapshots(answers: Answers) -> list[RoutingSnapshot]:

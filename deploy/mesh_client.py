@@ -54,6 +54,11 @@ class MeshClient:
         answer: dict[str, Any] = await self._ask(PLAN_SECONDS, "routing_report")
         return answer
 
+    async def routing_overview(self) -> bytes:
+        """ledger.overview.Overview as msgpack."""
+        answer: bytes = await self._ask(ANSWER_SECONDS, "routing_overview")
+        return answer
+
     async def record_routing(self, seconds: float, tokens: int) -> bytes:
         """An .npz of what whole tokens chose, after at most so many seconds."""
         answer: bytes = await self._ask(seconds + PLAN_SECONDS, "record_routing", seconds, tokens)

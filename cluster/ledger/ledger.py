@@ -12,7 +12,7 @@ nothing.
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from expertmesh.cluster.ledger.actors import Seats
 from expertmesh.cluster.ledger.alarms import Alarm
 from expertmesh.cluster.ledger.collapse import CollapseDetector
 from expertmesh.cluster.ledger.measures import entropy, imbalance, layer_rank_loads
+from expertmesh.cluster.ledger.overview import Overview, layer_overviews
 from expertmesh.cluster.ledger.report import ActorReport, Report, layer_reports
 from expertmesh.cluster.ledger.stats import ActorLoad, RoutingStats
 from expertmesh.cluster.ledger.windows import Sources, Window
@@ -151,6 +152,27 @@ class Ledger:
             alarms_active=active,
         )
 
+    def overview(self, placement: Placement | None, seats: Sequence[str]) -> Overview:
+        """For the dashboard page. seats: of the placement's actors, by rank."""
+        with self._lock:
+            hits_LE, dead_LE = self._hits_LE.copy(), self._detector.dead_LE.copy()
+            rows_sent, windows = self._rows_sent, self._windows
+            alarms = self._detector.active()
+        return Overview(
+            windows=windows,
+            experts=self.experts,
+            top_k=self.top_k,
+            seats=list(seats),
+            fan_out=self._fan_out(hits_LE, rows_sent),
+            layers=layer_overviews(self.layers, hits_LE, placement, dead_LE),
+            alarms=alarms,
+        )
+
+    def _fan_out(self, hits_LE: np.ndarray, rows_sent: float) -> float | None:
+        """Distinct expert actors per token and layer."""
+        routed = float(hits_LE.sum()) / self.top_k
+        return rows_sent / routed if routed and rows_sent else None
+
     def report(self, placement: Placement | None, model: str = "") -> Report:
         """Everything the ledger knows, ready for JSON. placement: None without an expert tier."""
         with self._lock:
@@ -158,14 +180,13 @@ class Ledger:
             rows_sent, windows = self._rows_sent, self._windows
             actors = [ActorReport(*one) for one in self._recent_actors()]
             alarms = self._detector.active()
-        routed = float(hits_LE.sum()) / self.top_k
         return Report(
             model=model,
             experts=self.experts,
             top_k=self.top_k,
             windows=windows,
             half_life=self.half_life,
-            fan_out=rows_sent / routed if routed and rows_sent else None,
+            fan_out=self._fan_out(hits_LE, rows_sent),
             layers=layer_reports(self.layers, hits_LE, placement, dead_LE),
             actors=actors,
             alarms=alarms,

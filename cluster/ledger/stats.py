@@ -9,16 +9,20 @@ import msgspec
 ALARM_KINDS = (
     "dead_expert", "entropy_drop", "router_nonfinite", "expert_nonfinite",
 )  # fmt: skip
+MESH_STATES = ("ready", "recovering", "unserviceable", "stopped")
 
 
 class ActorLoad(msgspec.Struct, frozen=True):
     """An expert actor. rows: one per (token, MoE layer). up: it answers and serves; of one that
-    does not, nothing else is known."""
+    does not, nothing else is known. weight_bytes: of the experts it holds, as in the checkpoint;
+    cache_bytes: of those it keeps decoded beside them."""
 
     seat: str
     rows: int = 0
     busy_seconds: float = 0.0
     up: bool = True
+    weight_bytes: int = 0
+    cache_bytes: int = 0
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
@@ -53,13 +57,23 @@ class RoutingStats(msgspec.Struct, frozen=True):
 class MeshStats(msgspec.Struct, kw_only=True):
     """Counters since the keeper began, and gauges of this moment.
 
-    rebalances: by outcome, done or failed. last_rebalance: Unix time of the last that was done.
-    held_requests: requests that wait for a replica or an epoch.
+    state: one of MESH_STATES. members, desired: workers by kind, attention and expert.
+    last_recovery: seconds from a loss to the next epoch; None before the first.
+    rebalances: by outcome, done or failed; rebalancing: one is under way. last_rebalance: Unix time
+    of the last that was done. held_requests: requests that wait for a replica or an epoch.
     """
 
+    state: str = "ready"
     epoch: int = 0
     routing_version: int = 0
+    members: dict[str, int] = {}
+    desired: dict[str, int] = {}
+    losses: int = 0
+    joins: int = 0
+    failed_joins: int = 0
     failovers: int = 0
+    last_recovery: float | None = None
+    rebalancing: bool = False
     rebalances: dict[str, int] = {}
     last_rebalance: float | None = None
     moved_experts: int = 0

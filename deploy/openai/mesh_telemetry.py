@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from expertmesh.cluster import metrics
-from expertmesh.cluster.ledger.stats import ALARM_KINDS, MeshStats, RoutingStats
+from expertmesh.cluster.ledger.stats import ALARM_KINDS, MESH_STATES, MeshStats, RoutingStats
 from expertmesh.cluster.metrics import Metric
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -38,6 +38,8 @@ class MeshCollector(Collector):
         actors = [actor for actor in stats.actors if actor.up]
         yield self._by(metrics.EXPERT_ROWS, {a.seat: a.rows for a in actors})
         yield self._by(metrics.EXPERT_BUSY_SECONDS, {a.seat: a.busy_seconds for a in actors})
+        yield self._by(metrics.EXPERT_WEIGHT_BYTES, {a.seat: a.weight_bytes for a in actors})
+        yield self._by(metrics.EXPERT_CACHE_BYTES, {a.seat: a.cache_bytes for a in actors})
 
     def _replicas(self, stats: MeshStats) -> Iterable[Family]:
         replicas = stats.replicas
@@ -58,9 +60,18 @@ class MeshCollector(Collector):
         yield self._by(metrics.ROUTING_ALARMS_ACTIVE, active)
 
     def _membership(self, stats: MeshStats) -> Iterable[Family]:
+        states = {state: float(state == stats.state) for state in MESH_STATES}
+        yield self._by(metrics.MESH_STATE, states)
+        yield self._by(metrics.MESH_MEMBERS, dict(stats.members))
+        yield self._by(metrics.MESH_DESIRED, dict(stats.desired))
         yield self._one(metrics.MESH_EPOCH, stats.epoch)
         yield self._one(metrics.ROUTING_VERSION, stats.routing_version)
+        yield self._one(metrics.LOSSES, stats.losses)
+        yield self._one(metrics.JOINS, stats.joins)
+        yield self._one(metrics.FAILED_JOINS, stats.failed_joins)
         yield self._one(metrics.FAILOVERS, stats.failovers)
+        yield self._one(metrics.LAST_RECOVERY, stats.last_recovery)
+        yield self._one(metrics.REBALANCE_RUNNING, float(stats.rebalancing))
         outcomes = {outcome: stats.rebalances.get(outcome, 0) for outcome in OUTCOMES}
         yield self._by(metrics.REBALANCES, outcomes)
         yield self._one(metrics.LAST_REBALANCE, stats.last_rebalance)

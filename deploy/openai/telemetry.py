@@ -1,16 +1,29 @@
-"""Prometheus metrics of the front door, and of the engines behind it at scrape time."""
+"""Prometheus metrics of the front door, and of engines and mesh behind it at scrape time."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
+from expertmesh import __version__
+from expertmesh.actors.attention import timings
 from expertmesh.actors.attention.messages import EngineStats
 from expertmesh.cluster import metrics
 from expertmesh.cluster.ledger.stats import MeshStats
 from expertmesh.cluster.metrics import Metric
+from expertmesh.deploy.openai.engine_telemetry import EngineCollector
 from expertmesh.deploy.openai.errors import ApiError
 from expertmesh.deploy.openai.generation import Generation
 from expertmesh.deploy.openai.mesh_telemetry import MeshCollector
@@ -23,15 +36,26 @@ _ERROR_TYPES = {
 class Telemetry:
     """One registry per app: two apps in a process (tests, one-process mode) do not collide."""
 
-    def __init__(self, model_name: str, in_flight: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        in_flight: Callable[[], float],
+        ready: Callable[[], bool] | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._engines = EngineCollector(model_name)
         self.registry.register(self._engines)
         self._mesh = MeshCollector(model_name)
         self.registry.register(self._mesh)
+        ProcessCollector(registry=self.registry)
         self._model = model_name
         self._success = self._counter(metrics.REQUEST_SUCCESS)
         self._failures = self._counter(metrics.REQUEST_FAILURES)
+        # Zeros too: a rate needs to have seen a counter before it grows.
+        for reason in metrics.FINISH_REASONS:
+            self._success.labels(model_name, reason)
+        for kind in metrics.ERROR_TYPES:
+            self._failures.labels(model_name, kind)
         self._prompt = self._counter(metrics.PROMPT_TOKENS).labels(model_name)
         self._generated = self._counter(metrics.GENERATION_TOKENS).labels(model_name)
         self._first = self._histogram(metrics.TIME_TO_FIRST_TOKEN)
@@ -39,13 +63,21 @@ class Telemetry:
         self._whole = self._histogram(metrics.E2E_LATENCY)
         self._prompt_size = self._histogram(metrics.REQUEST_PROMPT_TOKENS)
         self._answer_size = self._histogram(metrics.REQUEST_GENERATION_TOKENS)
-        gauge = metrics.HTTP_REQUESTS_IN_FLIGHT
-        Gauge(gauge.full_name, gauge.help, gauge.labels, registry=self.registry).labels(
-            model_name
-        ).set_function(in_flight)
+        self._watch(metrics.HTTP_REQUESTS_IN_FLIGHT, in_flight)
+        if ready is not None:
+            self._watch(metrics.READY, lambda: float(ready()))
+        self._gauge(metrics.BUILD_INFO).labels(model_name, __version__).set(1)
+        self._optional: dict[Metric, Counter] = {}
+        self._wait: Histogram | None = None
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.full_name, metric.help, metric.labels, registry=self.registry)
+
+    def _gauge(self, metric: Metric) -> Gauge:
+        return Gauge(metric.full_name, metric.help, metric.labels, registry=self.registry)
+
+    def _watch(self, metric: Metric, read: Callable[[], float]) -> None:
+        self._gauge(metric).labels(self._model).set_function(read)
 
     def _histogram(self, metric: Metric) -> Histogram:
         return Histogram(
@@ -55,6 +87,8 @@ class Telemetry:
             buckets=metric.buckets,
             registry=self.registry,
         ).labels(self._model)
+
+    # --- requests -----------------------------------------------------------------------------
 
     def first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
@@ -84,64 +118,90 @@ class Telemetry:
         """The client went away before the end."""
         self._failures.labels(self._model, "cancelled").inc()
 
+    # --- what not every server has ------------------------------------------------------------
+
+    def watch_queue(self, queued: Callable[[], float]) -> None:
+        """queued: requests that wait for their turn in this front door. Call once."""
+        self._watch(metrics.ADMISSION_QUEUED, queued)
+        self._wait = self._histogram(metrics.ADMISSION_WAIT)
+        for reason in metrics.ADMISSION_REASONS:
+            self._once(metrics.ADMISSION_REFUSALS).labels(self._model, reason)
+
+    def admitted(self, seconds: float) -> None:
+        """A request that had waited for so long got its turn. After watch_queue."""
+        assert self._wait is not None, "watch_queue first"
+        self._wait.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """reason: one of metrics.ADMISSION_REASONS."""
+        assert reason in metrics.ADMISSION_REASONS, reason
+        self._once(metrics.ADMISSION_REFUSALS).labels(self._model, reason).inc()
+
+    def unauthenticated(self, reason: str) -> None:
+        """reason: one of metrics.AUTH_REASONS."""
+        assert reason in metrics.AUTH_REASONS, reason
+        self._once(metrics.AUTH_FAILURES).labels(self._model, reason).inc()
+
+    def grpc_finished(self, method: str, code: str) -> None:
+        """A call has ended. method: the procedure's short name. code: such as "OK"."""
+        self._once(metrics.GRPC_REQUESTS).labels(self._model, method, code).inc()
+
+    def _once(self, metric: Metric) -> Counter:
+        """Registered when first counted: a server without the feature does not show it."""
+        known = self._optional.get(metric)
+        if known is None:
+            known = self._optional[metric] = self._counter(metric)
+        return known
+
+    # --- reading ------------------------------------------------------------------------------
+
     def exposition(
-        self, stats: Mapping[str, EngineStats | None], mesh: MeshStats | None = None
+        self,
+        stats: Mapping[str, EngineStats | None],
+        mesh: MeshStats | None = None,
+        open_metrics: bool = False,
     ) -> bytes:
-        """The text format, engines and mesh as they are now. mesh: None when nothing is known."""
+        """Engines and mesh as they are now. mesh: None when nothing is known of one."""
         self._engines.stats, self._mesh.stats = stats, mesh
-        return generate_latest(self.registry)
+        text = openmetrics.generate_latest if open_metrics else generate_latest
+        return text(_WithoutCreated(self.registry))
+
+    def totals(self) -> dict[str, float]:
+        """Sums of this front door's counters: answers (choices) and failures (requests)."""
+        counters = {"answers": self._success, "failures": self._failures}
+        return {
+            name: sum(s.value for s in _samples(counter) if s.name.endswith("_total"))
+            for name, counter in counters.items()
+        }
+
+    def latencies(self) -> dict[str, timings.Histogram]:
+        """Of streams: time to the first token, and between tokens, since the start."""
+        return {"ttft": _observed(self._first), "itl": _observed(self._between)}
 
 
-class EngineCollector(Collector):
-    """Engine counters live in the engines: they are read, never added up here."""
+class _WithoutCreated(Collector):
+    """The library adds a series with its time of birth to every counter and histogram; Prometheus
+    notices a restart by the counter going back."""
 
-    def __init__(self, model_name: str) -> None:
-        self._model = model_name
-        self.stats: Mapping[str, EngineStats | None] = {}
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
 
-    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-        def gauge(metric: Metric, values: Mapping[str, float]) -> GaugeMetricFamily:
-            family = GaugeMetricFamily(metric.full_name, metric.help, labels=metric.labels)
-            for engine, value in values.items():
-                family.add_metric([self._model, engine], value)
-            return family
-
-        def counter(metric: Metric, values: Mapping[str, float]) -> CounterMetricFamily:
-            family = CounterMetricFamily(metric.full_name, metric.help, labels=metric.labels)
-            for engine, value in values.items():
-                family.add_metric([self._model, engine], value)
-            return family
-
-        # Of an engine that is down only that is known. Zeros would read as restarted counters.
-        stats = {engine: one for engine, one in self.stats.items() if one is not None}
-        up = {e: float(s is not None and s.failed is None) for e, s in self.stats.items()}
-        yield gauge(metrics.NUM_REQUESTS_RUNNING, {e: s.running for e, s in stats.items()})
-        yield gauge(metrics.NUM_REQUESTS_WAITING, {e: s.waiting for e, s in stats.items()})
-        yield gauge(
-            metrics.KV_CACHE_USAGE,
-            {e: _used(s.pages_free, s.pages_total) for e, s in stats.items()},
-        )
-        yield gauge(
-            metrics.STATE_SLOT_USAGE,
-            {e: _used(s.slots_free, s.slots_total) for e, s in stats.items()},
-        )
-        yield gauge(metrics.ENGINE_UP, up)
-        yield counter(metrics.NUM_PREEMPTIONS, {e: s.preemptions for e, s in stats.items()})
-        yield counter(metrics.ENGINE_STEPS, {e: s.steps for e, s in stats.items()})
-        yield counter(metrics.ENGINE_PROMPT_TOKENS, {e: s.prompt_tokens for e, s in stats.items()})
-        yield counter(
-            metrics.ENGINE_GENERATION_TOKENS, {e: s.generation_tokens for e, s in stats.items()}
-        )
-        yield counter(
-            metrics.ENGINE_RECOMPUTED_TOKENS, {e: s.recomputed_tokens for e, s in stats.items()}
-        )
-        seconds = metrics.ENGINE_STEP_SECONDS
-        family = CounterMetricFamily(seconds.full_name, seconds.help, labels=seconds.labels)
-        for engine, one in stats.items():
-            for phase in ("plan", "forward", "sample", "publish"):
-                family.add_metric([self._model, engine, phase], getattr(one, f"{phase}_seconds"))
-        yield family
+    def collect(self) -> Iterable[Family]:
+        for family in self._registry.collect():
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+            yield family
 
 
-def _used(free: int, total: int) -> float:
-    return 1 - free / total if total else 0.0
+def _samples(metric: Counter | Histogram) -> Iterable[Sample]:
+    return (sample for family in metric.collect() for sample in family.samples)
+
+
+def _observed(metric: Histogram) -> timings.Histogram:
+    buckets = [(s.labels["le"], s.value) for s in _samples(metric) if s.name.endswith("_bucket")]
+    below = [0, *(int(count) for _, count in buckets)]
+    total = next(s.value for s in _samples(metric) if s.name.endswith("_sum"))
+    return timings.Histogram(
+        bounds=tuple(float(bound) for bound, _ in buckets[:-1]),
+        counts=[after - before for before, after in pairwise(below)],
+        total=total,
+    )

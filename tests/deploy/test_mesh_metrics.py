@@ -50,7 +50,11 @@ def mesh(seats: int = 2, **fields: object) -> MeshStats:
 
 def test_every_metric_is_exposed_with_its_type_and_labels(telemetry: Telemetry) -> None:
     routing = RoutingStats(0.6, 0.8, 0.9, 1, {"dead_expert": 2}, {"dead_expert": 1})
-    stats = mesh(rebalances={"done": 4}, last_rebalance=1.75e9, moved_bytes=7, routing=routing)
+    stats = mesh(
+        rebalances={"done": 4}, last_rebalance=1.75e9, moved_bytes=7, routing=routing,
+        last_recovery=0.4, members={"attention": 1, "expert": 2},
+        desired={"attention": 1, "expert": 3},
+    )  # fmt: skip
     exposition = text(telemetry, stats)
     found = list(samples(telemetry, stats))
     for metric in metrics.MESH:
@@ -66,13 +70,16 @@ def test_every_metric_is_exposed_with_its_type_and_labels(telemetry: Telemetry) 
     assert values(telemetry, stats, "mesh_rebalances_total") == {"done": 4, "failed": 0}
     assert values(telemetry, stats, "routing_alarms_total")["dead_expert"] == 2
     assert values(telemetry, stats, "routing_alarms_active")["router_nonfinite"] == 0
+    assert values(telemetry, stats, "mesh_desired_members") == {"attention": 1, "expert": 3}
+    states = values(telemetry, stats, "mesh_state")
+    assert states["ready"] == 1 and sum(states.values()) == 1
 
 
 def test_names_say_unit_and_kind() -> None:
     """What `promtool check metrics` looks for."""
     for metric in metrics.ALL:
         assert re.fullmatch(r"expertmesh_[a-z0-9_]+", metric.full_name)
-        assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_info"))
+        assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket"))
         assert not re.search(r"_(ms|milliseconds|kb|mb|gb|percent|minutes)(_|$)", metric.name)
         assert metric.help.endswith(".")
         if "seconds" in metric.name:
@@ -90,6 +97,7 @@ def test_without_load_or_mesh_there_is_no_nan_and_no_made_up_number(telemetry: T
         "expertmesh_expert_load_balancedness",
         "expertmesh_routing_entropy_min",
         "expertmesh_mesh_last_rebalance_timestamp_seconds",
+        "expertmesh_mesh_last_recovery_seconds",
     }
     assert "expertmesh_mesh_failovers_total" in names, "a counter shows its zero"
 
@@ -103,7 +111,7 @@ def test_series_stay_bounded_over_a_thousand_replacements(telemetry: Telemetry) 
         stats.epoch = life
         found = {(one.name, *sorted(one.labels.items())) for one in samples(telemetry, stats)}
         sizes.append(len(found))
-    assert max(sizes) == len(first) + 2 * 3, "three series for each further seat"
+    assert max(sizes) == len(first) + 2 * 5, "five series for each further seat"
     last = {(one.name, *sorted(one.labels.items())) for one in samples(telemetry, mesh(4))}
     assert last == first
 
