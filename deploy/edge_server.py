@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from expertmesh.deploy.grpc.server import GrpcServer
 
 
+async def open_grpc(front: Front, host: str) -> "GrpcServer | None":
+    """The engine protocol's running server; None when it has no port. Raises OSError when the port
+    is taken. host: of HTTP, for settings that name none."""
+    if front.edge.grpc.port is None:
+        return None
+    from expertmesh.deploy.grpc.server import GrpcServer
+
+    server = GrpcServer(front, front.edge.grpc, front.edge.grpc.host or host)
+    await server.start()
+    return server
+
+
 class EdgeServer:
     """Serves `app` on a bound socket, and the engine protocol beside it if that has a port.
 
@@ -30,11 +42,7 @@ class EdgeServer:
 
     async def start(self, listener: socket.socket) -> None:
         """Returns when both doors are open. Raises OSError when the gRPC port is taken."""
-        if self._front.edge.grpc.port is not None:
-            from expertmesh.deploy.grpc.server import GrpcServer
-
-            self._grpc = GrpcServer(self._front, self._front.edge.grpc, self._host)
-            await self._grpc.start()
+        self._grpc = await open_grpc(self._front, self._host)
         self._task = asyncio.create_task(self._http.serve(sockets=[listener]))
         while not self._http.started and not self._task.done():
             await asyncio.sleep(0.005)

@@ -55,6 +55,7 @@ class GrpcSettings(_Section):
     """The engine protocol's own port. Off unless it has one."""
 
     port: int | None = Field(None, ge=1, le=65535)
+    host: str | None = Field(None, description="Address to listen on. Unset: HTTP's.")
     message_bytes: int = Field(64 << 20, gt=0, description="Largest message, either way.")
     reflection: bool = True
     min_ping_interval_s: float = Field(

@@ -26,7 +26,7 @@ from ray.serve import Application
 from expertmesh.actors.model.config import load_config
 from expertmesh.cluster.keeper import start_keeper
 from expertmesh.cluster.settings import ClusterSettings, RecoverySettings
-from expertmesh.deploy.edge_server import EdgeServer
+from expertmesh.deploy.edge_server import EdgeServer, open_grpc
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.listener import bind
@@ -81,15 +81,20 @@ def door_app(settings: DoorSettings, behind_proxy: bool = False) -> tuple[Front,
         patience_s=settings.recovery.grace_s,
     )
 
+    front = Front(client, info, settings.edge)
+
     @asynccontextmanager
     async def connected(app: FastAPI) -> AsyncIterator[None]:
         client.start()
+        # Serve's proxies carry HTTP; the engine protocol listens here, as EdgeServer does it.
+        grpc = await open_grpc(front, settings.host) if behind_proxy else None
         yield
+        if grpc is not None:
+            await grpc.stop(settings.grace_seconds)
         await client.stop()
 
     token = settings.admin_token
     admin = Admin(mesh, None if token is None else token.get_secret_value())
-    front = Front(client, info, settings.edge)
     app = build_app(front, admin=admin, lifespan=connected, behind_proxy=behind_proxy)
     return front, app
 

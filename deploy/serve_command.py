@@ -34,10 +34,12 @@ def run(options: ServeOptions) -> None:
         preflight.check_slots(config, options.expert_actors, options.slots_per_actor)
         preflight.check_recording(config, options.routing_record)
         options.autoscale(config)
-        grpc_port = options.edge.grpc.port
+        grpc = options.edge.grpc
         with (
             preflight.hold_port(options.host, options.port),
-            preflight.hold_port(options.host, grpc_port) if grpc_port else contextlib.nullcontext(),
+            preflight.hold_port(grpc.host or options.host, grpc.port)
+            if grpc.port
+            else contextlib.nullcontext(),
         ):
             if options.address is not None and not options.dry_run:
                 preflight.check_cluster(options.address)
