@@ -125,6 +125,11 @@ AUTH_FAILURES = Metric(
     "auth_failures", "counter",
     f"Calls that came without a valid key: {', '.join(AUTH_REASONS)}.", ("model_name", "reason"),
 )  # fmt: skip
+AUTH_KEYS = Metric("auth_keys", "gauge", "Keys that open this front door now.")
+AUTH_KEYS_FILE_FAILED = Metric(
+    "auth_keys_file_failed", "gauge",
+    "1 when the keys file could not be read last time (the keys read before stay valid), else 0.",
+)  # fmt: skip
 GRPC_REQUESTS = Metric(
     "grpc_requests", "counter", "Calls of the engine protocol that have ended, by status code.",
     ("model_name", "method", "code"),
@@ -319,4 +324,7 @@ PROCESS = tuple(metric for metric in _DEFINED if not metric.prefix)
 # Exposed by a server that has a mesh.
 MESH = ALL[ALL.index(EXPERT_UP) :]
 # Exposed once there is something to count: keys are asked for, requests queue, gRPC has a port.
-OPTIONAL = (ADMISSION_QUEUED, ADMISSION_WAIT, ADMISSION_REFUSALS, AUTH_FAILURES, GRPC_REQUESTS)
+OPTIONAL = (
+    ADMISSION_QUEUED, ADMISSION_WAIT, ADMISSION_REFUSALS, AUTH_FAILURES, AUTH_KEYS,
+    AUTH_KEYS_FILE_FAILED, GRPC_REQUESTS,
+)  # fmt: skip

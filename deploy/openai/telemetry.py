@@ -142,6 +142,13 @@ class Telemetry:
         assert reason in metrics.AUTH_REASONS, reason
         self._once(metrics.AUTH_FAILURES).labels(self._model, reason).inc()
 
+    def watch_keys(self, state: Callable[[], tuple[float, float]]) -> None:
+        """state: (usable keys, 1.0 when their file could not be read). Call once."""
+        self._watch(metrics.AUTH_KEYS, lambda: state()[0])
+        self._watch(metrics.AUTH_KEYS_FILE_FAILED, lambda: state()[1])
+        for reason in metrics.AUTH_REASONS:
+            self._once(metrics.AUTH_FAILURES).labels(self._model, reason)
+
     def grpc_finished(self, method: str, code: str) -> None:
         """A call has ended. method: the procedure's short name. code: such as "OK"."""
         self._once(metrics.GRPC_REQUESTS).labels(self._model, method, code).inc()
