@@ -10,6 +10,7 @@ import typer
 from expertmesh import __version__
 from expertmesh.deploy.command import LOCAL_URL, URL, run_command
 from expertmesh.deploy.routing.commands import routing
+from expertmesh.deploy.verify.commands import verify
 
 # As ClusterSettings.name wants it, known here without importing that.
 MESH_NAME = r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?"
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "EXPERTMESH"},
 )
 app.add_typer(routing, name="routing")
+app.command()(verify)
 
 
 def _version(wanted: bool) -> None:

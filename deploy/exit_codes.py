@@ -5,6 +5,7 @@ from enum import IntEnum
 
 class ExitCode(IntEnum):
     OK = 0
+    FAILED = 1
     USAGE = 2
     NO_MODEL = 3
     BAD_CHECKPOINT = 4
@@ -12,6 +13,8 @@ class ExitCode(IntEnum):
     MEMORY = 6
     LAUNCH = 7
     UNREACHABLE = 8
+    DIFFERS = 9
+    DAMAGED_LEDGER = 10
 
 
 class Refused(Exception):
