@@ -61,6 +61,12 @@ class GrpcSettings(_Section):
     min_ping_interval_s: float = Field(
         10.0, gt=0, description="Clients may ping this often, also while nothing is sent."
     )
+    keepalive_s: float = Field(
+        30.0, gt=0, description="A silent client is pinged this often; one that is gone is dropped."
+    )
+    max_streams: int = Field(
+        1024, ge=1, description="Calls at once of one connection; its client holds more back."
+    )
     tls: TlsSettings | None = None
 
 

@@ -28,6 +28,10 @@ def describe(
         tokenizer=tokenizer,
         moe_layers=len(config.moe_layers),
         top_k=config.experts_per_token,
+        family=config.family,
+        layers=config.num_layers,
+        experts=config.num_experts,
+        eos=config.eos,
         longest_token=None if tokenizer is None else longest_token(tokenizer),
         limits=limits or Limits(),
     )

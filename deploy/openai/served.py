@@ -37,7 +37,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """name: the id clients use. root: where the weights came from. moe_layers, top_k: the shape
-    of routed_experts."""
+    of routed_experts. family, layers, experts (of a MoE layer), eos: told to who asks."""
 
     name: str
     root: str
@@ -46,6 +46,10 @@ class ServedModel:
     tokenizer: Tokenizer | None
     moe_layers: int = 0
     top_k: int = 0
+    family: str = ""
+    layers: int = 0
+    experts: int = 0
+    eos: tuple[int, ...] = ()
     # Bytes of the longest text token: what a text holds at least in tokens, before encoding it.
     longest_token: int | None = None
     aliases: tuple[str, ...] = ()
