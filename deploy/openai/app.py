@@ -8,20 +8,20 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from expertmesh import __version__
 from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.openai import chat, completions
+from expertmesh.deploy.openai import answers, chat, completions
 from expertmesh.deploy.openai.admin import Admin, RebalanceRequest, RecordRequest, ScaleRequest
 from expertmesh.deploy.openai.body import read_json
 from expertmesh.deploy.openai.errors import ApiError, bad, from_validation, unavailable, unsupported
 from expertmesh.deploy.openai.generation import Generation
 from expertmesh.deploy.openai.middleware import Edge
-from expertmesh.deploy.openai.openapi import add_definitions, request_body
+from expertmesh.deploy.openai.openapi import BODY, GENERATION, Described
 from expertmesh.deploy.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -67,38 +67,47 @@ def build_app(
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
 
-    def post(path: str, model: type[Strict], endpoint: Any) -> None:
-        app.post(path, openapi_extra=request_body(model), response_model=None)(endpoint)
+    described = Described()
 
-    post("/v1/completions", CompletionRequest, door.completions)
-    post("/v1/chat/completions", ChatRequest, door.chat)
-    post("/tokenize", TokenizeRequest, door.tokenize)
-    post("/detokenize", DetokenizeRequest, door.detokenize)
-    app.get("/v1/models", response_model=None)(door.models)
-    app.get("/v1/models/{model_id:path}", response_model=None)(door.model)
-    app.get("/health", response_model=None)(door.health)
-    app.get("/ready", response_model=None)(door.ready)
-    app.get("/load", response_model=None)(door.load)
-    app.get("/version", response_model=None)(door.version)
-    app.get("/metrics", response_model=None)(door.metrics)
-    app.get("/mesh", response_model=None)(admin.status)
-    app.get("/mesh/routing", response_model=None)(admin.routing)
-    post("/mesh/scale", ScaleRequest, admin.scale)
-    post("/mesh/rebalance", RebalanceRequest, admin.rebalance)
-    post("/mesh/routing/record", RecordRequest, admin.record)
-    add_definitions(app, POSTED)
+    def get(path: str, endpoint: Any, answer: type[BaseModel] | None, **more: Any) -> None:
+        extra = described.operation(answer, **more)
+        app.get(path, openapi_extra=extra, response_model=None, response_class=Response)(endpoint)
+
+    def post(
+        path: str, endpoint: Any, body: type[Strict], answer: type[BaseModel] | None, **more: Any
+    ) -> None:
+        extra = described.operation(answer, body=body, **more)
+        app.post(path, openapi_extra=extra, response_model=None, response_class=Response)(endpoint)
+
+    post(
+        "/v1/completions", door.completions, CompletionRequest, answers.CompletionAnswer,
+        chunk=answers.CompletionChunk, errors=GENERATION,
+    )  # fmt: skip
+    post(
+        "/v1/chat/completions", door.chat, ChatRequest, answers.ChatAnswer,
+        chunk=answers.ChatChunk, errors=GENERATION,
+    )  # fmt: skip
+    tokenizing = (*BODY, 404)
+    post("/tokenize", door.tokenize, TokenizeRequest, answers.Tokens, errors=tokenizing)
+    post("/detokenize", door.detokenize, DetokenizeRequest, answers.Text, errors=tokenizing)
+    get("/v1/models", door.models, answers.ModelList)
+    get("/v1/models/{model_id:path}", door.model, answers.ModelCard, errors=(404,))
+    get("/health", door.health, None)
+    get("/ready", door.ready, answers.Ready)
+    get("/load", door.load, answers.Load)
+    get("/version", door.version, answers.Version)
+    get("/metrics", door.metrics, None, media_type=CONTENT_TYPE_LATEST)
+    get("/mesh", admin.status, answers.Mesh, errors=(404,))
+    get("/mesh/routing", admin.routing, answers.Mesh, errors=(404,))
+    managing = (*BODY, 404)
+    post("/mesh/scale", admin.scale, ScaleRequest, answers.Mesh, errors=managing)
+    post("/mesh/rebalance", admin.rebalance, RebalanceRequest, answers.Mesh, errors=managing)
+    post(
+        "/mesh/routing/record", admin.record, RecordRequest, None,
+        media_type="application/octet-stream", errors=managing,
+    )  # fmt: skip
+    described.install(app)
     return app
-
-
-POSTED: tuple[type[Strict], ...] = (
-    CompletionRequest,
-    ChatRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    ScaleRequest,
-    RebalanceRequest,
-    RecordRequest,
-)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

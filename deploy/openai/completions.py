@@ -42,6 +42,8 @@ def prepare(request: CompletionRequest, served: ServedModel) -> "CompletionGener
             f"logprobs must be 0 to {served.limits.logprobs}, not {str(request.logprobs)[:40]}",
             "logprobs",
         )
+    if request.best_of not in (None, request.n):
+        raise bad(f"best_of must equal n ({request.n}): all answers made are given", "best_of")
     return CompletionGeneration(request, served)
 
 

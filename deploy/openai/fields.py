@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 # Printable ASCII, bounded: a request's id goes back in headers and answers, and into logs.
 USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -72,11 +72,36 @@ def _check_ids(ids: list[Any], path: str) -> None:
             raise PathError(f"{path}[{position}]", "token ids must be integers")
 
 
-Texts = Annotated[list[str], BeforeValidator(_one_or_many)]
-LogitBias = Annotated[
-    dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_integer_keys)
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_ONE_PROMPT = [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _IDS]
+
+Texts = Annotated[
+    list[str],
+    BeforeValidator(_one_or_many),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}),
 ]
-Prompts = Annotated[list[Any], BeforeValidator(_prompt)]
-RequestId = Annotated[str, BeforeValidator(_usable_id), Field(min_length=1, max_length=256)]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_integer_keys),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+Prompts = Annotated[
+    list[Any],
+    BeforeValidator(_prompt),
+    WithJsonSchema({"anyOf": [*_ONE_PROMPT, {"type": "array", "items": _IDS, "minItems": 1}]}),
+]
+RequestId = Annotated[
+    str,
+    BeforeValidator(_usable_id),
+    Field(min_length=1, max_length=256),
+    WithJsonSchema({"type": "string", "pattern": f"^{USABLE_ID.pattern}$"}),
+]
 Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
 TokenCount = Annotated[int, Field(ge=0, lt=INT64)]

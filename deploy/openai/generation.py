@@ -37,6 +37,7 @@ class Generation(ABC):
         self.served = served
         self.stream = request.stream
         self.include_usage = request.include_usage
+        self._running_usage = request.continuous_usage
         self.internal_id = uuid.uuid4().hex
         self.id = f"{prefix}-{request.request_id or self.internal_id}"
         self.created = int(time.time())
@@ -61,11 +62,17 @@ class Generation(ABC):
         """One more choice. All are added before any output is fed."""
         index = len(self.requests)
         self.requests.append(request)
-        self._opens.append(self.head + b',"choices":[{"index":%d,' % index)
+        self._opens.append(b',"choices":[{"index":%d,' % index)
+        # Per prompt, not per choice: n choices of a prompt pay for it once.
+        self.prompt_tokens[index // self.n] = len(request.prompt_ids)
 
     def open_choice(self, index: int) -> bytes:
-        """A chunk's bytes up to the fields of its choice."""
-        return self._opens[index]
+        """A chunk's bytes up to the fields of its choice. Usage, when every chunk is to have it,
+        counts all choices up to now."""
+        if self._running_usage:
+            usage = b',"usage":' + orjson.dumps(self.usage())
+            return self.head + usage + self._opens[index]
+        return self.head + self._opens[index]
 
     @property
     def complete(self) -> bool:
@@ -96,9 +103,7 @@ class Generation(ABC):
         if tokens and self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.completion_tokens += tokens
-        # Per prompt, not per choice: n choices of a prompt pay for it once.
         prompt = index // self.n
-        self.prompt_tokens[prompt] = len(self.requests[index].prompt_ids)
         self.cached_tokens[prompt] = max(self.cached_tokens.get(prompt, 0), output.cached_tokens)
         if self._want_routed and output.routed_experts:
             self._routed.setdefault(index, []).append(output.routed_experts)

@@ -2,19 +2,40 @@
 looks right. Integers are strict (no "5", 5.0 or true), and null means absent everywhere.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from expertmesh.deploy.openai.fields import LogitBias, Prompts, RequestId, Seed, Texts, TokenCount
+from expertmesh.deploy.openai import chat_schema
+from expertmesh.deploy.openai.fields import (
+    LogitBias,
+    PathError,
+    Prompts,
+    RequestId,
+    Seed,
+    Texts,
+    TokenCount,
+)
 
 Effort = Literal["low", "high", "max"]
+
+
+def _null_is_allowed(schema: dict[str, Any]) -> None:
+    """Null means absent, so what may be absent may be null."""
+    required = schema.get("required", [])
+    for name, field in schema.get("properties", {}).items():
+        kinds = field.get("anyOf", [field])
+        if name not in required and {"type": "null"} not in kinds and field.keys() - {"title"}:
+            outer = {key: field.pop(key) for key in ("title", "default") if key in field}
+            schema["properties"][name] = {"anyOf": [*kinds, {"type": "null"}]} | outer
 
 
 class Strict(BaseModel):
     """Base of everything a client sends."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, json_schema_extra=_null_is_allowed
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -25,7 +46,17 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
+    """include_usage: one more chunk with the totals. continuous_usage_stats: running totals in
+    every chunk besides, which is vLLM's and needs include_usage."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise PathError(".continuous_usage_stats", "needs include_usage")
+        return self
 
 
 class ResponseFormat(Strict):
@@ -46,9 +77,9 @@ class SamplingRequest(Strict):
     # Known elsewhere and absent here: the answer says so, where "unknown field" would send the
     # reader looking for a spelling mistake.
     unsupported: ClassVar[tuple[str, ...]] = (
-        "best_of", "suffix", "functions", "function_call", "modalities", "audio", "prediction",
+        "suffix", "functions", "function_call", "modalities", "audio", "prediction",
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "cache_salt", "session_id", "prompt_logprobs", "web_search_options", "bad_words",
+        "session_id", "prompt_logprobs", "web_search_options", "bad_words",
         "use_beam_search", "length_penalty", "truncate_prompt_tokens", "add_special_tokens",
         "allowed_token_ids", "logits_processors", "kv_transfer_params", "service_tier", "store",
         "metadata", "verbosity", "continue_final_message", "add_generation_prompt", "documents",
@@ -77,6 +108,8 @@ class SamplingRequest(Strict):
     response_format: ResponseFormat | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     request_id: RequestId | None = None
+    # Keeps what is cached of a prompt from other salts. Nothing is shared between requests here.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(10**6), le=10**6)] = 0
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -86,6 +119,10 @@ class SamplingRequest(Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
 
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions. prompt is normalised to a list of texts or a list of id lists."""
@@ -93,18 +130,20 @@ class CompletionRequest(SamplingRequest):
     prompt: Prompts
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    # How many answers to make and choose n from: here every answer made is given.
+    best_of: Annotated[int, Field(ge=1)] | None = None
 
 
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions. messages, tools and tool_choice are checked where they are
     rendered (actors/model/chat.py): the chat format decides what it can express."""
 
-    messages: Any
+    messages: Annotated[Any, WithJsonSchema(chat_schema.MESSAGES)]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: Annotated[Any, WithJsonSchema(chat_schema.TOOLS)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(chat_schema.TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
     reasoning_effort: Literal["none", "low", "high", "max"] | None = None
@@ -115,8 +154,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Any = None
-    tools: Any = None
+    messages: Annotated[Any, WithJsonSchema(chat_schema.MESSAGES)] = None
+    tools: Annotated[Any, WithJsonSchema(chat_schema.TOOLS)] = None
     chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
     return_token_strs: bool = False
 
