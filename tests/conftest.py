@@ -1,6 +1,7 @@
 """Threads are pinned before torch loads: two threads on one busy core stall each other."""
 
 import os
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -10,8 +11,10 @@ os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)
 # Wall-clock deadlines would make property tests depend on the machine's load.
@@ -19,3 +22,22 @@ settings.register_profile(
     "expertmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.load_profile("expertmesh")
+
+# Whole processes, signals and deadlines: in turn, when everything else is done.
+ALONE = ("tests/system/", "tests/actors/exchange/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.nodeid.startswith(ALONE))
+
+
+class _Schedule(LoadScopeScheduling):
+    """The tests of a file share a worker, and so their fixtures."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """How `make test` deals the tests to its two workers."""
+    return _Schedule(config, log)
