@@ -321,6 +321,8 @@ PROCESS_START = Metric("process_start_time_seconds", "gauge", "Unix time.", (), 
 _DEFINED = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 ALL = tuple(metric for metric in _DEFINED if metric.prefix)
 PROCESS = tuple(metric for metric in _DEFINED if not metric.prefix)
+# Exposed by every front door with the same value: they are the engines' and the mesh's.
+SHARED = ALL[ALL.index(NUM_REQUESTS_RUNNING) :]
 # Exposed by a server that has a mesh.
 MESH = ALL[ALL.index(EXPERT_UP) :]
 # Exposed once there is something to count: keys are asked for, requests queue, gRPC has a port.

@@ -96,7 +96,7 @@ def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: H
     below, buckets = 0, []
     for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
         below += count
-        buckets.append((floatToGoString(bound), below))
+        buckets.append((floatToGoString(bound), below))  # type: ignore[no-untyped-call]
     family.add_metric(labels, buckets, histogram.total)
 
 
