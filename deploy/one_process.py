@@ -11,11 +11,13 @@ import torch
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.loop import EngineLoop
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.constraint.compiler import Grammars
 from expertmesh.actors.exchange.base import LocalExchange
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.model import Model
+from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.engine_client import LocalEngineClient
 
 
@@ -32,7 +34,7 @@ class LocalServer:
 
 
 def start_local(load: LoadSettings, settings: EngineSettings, threads: int = 1) -> LocalServer:
-    """Load a checkpoint and start serving it. Raises ConfigError, CheckpointError."""
+    """Load a checkpoint and start serving it. Raises ConfigError, CheckpointError, TokenizerError."""
     torch.set_num_threads(threads)
     opened = load.open()
     config, source = opened.config, opened.source
@@ -51,7 +53,8 @@ def start_local(load: LoadSettings, settings: EngineSettings, threads: int = 1) 
     finally:
         source.close()
     state = model.new_state(settings.pages, settings.slots)
-    engine = Engine(model, state, LocalExchange(bank), settings, config.eos)
+    grammars = Grammars.of(Tokenizer.load(load.model, config), config.eos)
+    engine = Engine(model, state, LocalExchange(bank), settings, config.eos, grammars)
     client = LocalEngineClient()
     engine_loop = EngineLoop(engine, client.publish)
     client.attach(engine_loop)

@@ -22,6 +22,7 @@ from expertmesh.actors.attention.messages import (
 )
 from expertmesh.actors.attention.outbox import Outboxes, stream
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.constraint.compiler import Grammars
 from expertmesh.actors.exchange.base import Exchange, LocalExchange
 from expertmesh.actors.exchange.counting import CountingExchange, RoutingCounts, RoutingSnapshot
 from expertmesh.actors.exchange.elastic import ElasticExchange
@@ -32,6 +33,7 @@ from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.model.loading import LoadSettings, OpenModel
 from expertmesh.actors.model.model import Model
+from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.actors.process import Health, LoadState, Pulse, Whereabouts, settle
 
 _log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class AttentionActor:
         self._address = "127.0.0.1"
         self._open: OpenModel | None = None
         self._model: Model | None = None
+        self._grammars: Grammars | None = None
         self._local: LocalExchange | None = None
         self._counts: RoutingCounts | None = None
         self._total, self._loaded = 0, False
@@ -107,7 +110,7 @@ class AttentionActor:
     async def load(self, with_experts: bool = False) -> int:
         """Loads the attention half, and all experts too when there is no expert tier.
 
-        Returns the bytes read. Raises ConfigError and CheckpointError.
+        Returns the bytes read. Raises ConfigError, CheckpointError and TokenizerError.
         """
         return await asyncio.to_thread(self._load_now, with_experts)
 
@@ -133,6 +136,7 @@ class AttentionActor:
             )  # fmt: skip
             self._local = LocalExchange(bank)
         source.close()
+        self._grammars = Grammars.of(Tokenizer.load(self._load.model, config), config.eos)
         self._loaded = True
         return source.bytes_read
 
@@ -197,7 +201,8 @@ class AttentionActor:
         state = await asyncio.to_thread(model.new_state, self._settings.pages, self._settings.slots)
         inner: Exchange = self._elastic if self._local is None else self._local
         exchange = CountingExchange(inner, counts)
-        engine = Engine(model, state, exchange, self._settings, model.config.eos)
+        eos, grammars = model.config.eos, self._grammars
+        engine = Engine(model, state, exchange, self._settings, eos, grammars)
         if self._boxes is None:
             self._boxes = Outboxes(asyncio.get_running_loop())
         self._loop = EngineLoop(engine, self._boxes.publish, peers_open=self._peers_open)

@@ -71,7 +71,8 @@ def penalties_for(params: SamplingParams, prompt: list[int]) -> Penalties | None
 def adjust(logits_BV: Tensor, rows: Rows[int], sequences: Rows["Sequence"]) -> None:
     """In place, the given rows only; row i belongs to sequences[i]. Bias first, then penalties as
     in vLLM (positive logits are divided by the repetition penalty, others multiplied), then the
-    mask, so that no bias lifts an end id that min_tokens forbids."""
+    mask, so that no bias lifts an end id that min_tokens forbids. A constrained sequence's mask,
+    which comes after all this, does that as well."""
     flat, vocab, device = logits_BV.view(-1), logits_BV.shape[1], logits_BV.device
     bias: dict[int, float] = {}
     penalised: list[tuple[Ids, Values, Values]] = []
@@ -83,7 +84,7 @@ def adjust(logits_BV: Tensor, rows: Rows[int], sequences: Rows["Sequence"]) -> N
         if seq.penalties is not None:
             ids, times, minus = seq.penalties.terms()
             penalised.append((ids + base, times, minus))
-        if len(seq.tokens) < seq.masked_until:
+        if len(seq.tokens) < seq.masked_until and seq.matcher is None:
             masked += [base + i for i in seq.end_ids]
     if bias:
         at = torch.tensor(list(bias), device=device)

@@ -7,13 +7,17 @@ to the thread that steps (loop.EngineLoop, or a test).
 import threading
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from torch import Tensor
 
+from expertmesh.actors.attention.masks import MaskMaker, Masks
 from expertmesh.actors.attention.messages import (
     EngineBusy,
     EngineFailed,
@@ -30,6 +34,9 @@ from expertmesh.actors.attention.sequence import Sequence
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.attention.step import Step, build_step
 from expertmesh.actors.attention.validation import Limits, check_request
+from expertmesh.actors.constraint.compiler import Grammars
+from expertmesh.actors.constraint.matcher import Matcher
+from expertmesh.actors.constraint.spec import ConstraintError
 from expertmesh.actors.exchange.base import Exchange
 from expertmesh.actors.model.batch import PAGE_TOKENS, Batch
 from expertmesh.actors.model.config import ModelConfig
@@ -84,6 +91,14 @@ class EngineStalled(RuntimeError):
     """Requests are queued and no plan serves any of them. A bug, but never a silent one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request with what has become of its grammar; None: it was aborted meanwhile."""
+
+    request: GenerateRequest
+    matcher: "Future[Matcher] | None"
+
+
 class Engine:
     """Continuous batching over one model and its state.
 
@@ -98,11 +113,14 @@ class Engine:
         exchange: Exchange,
         settings: EngineSettings,
         eos_ids: Iterable[int],
+        grammars: Grammars | None = None,
     ) -> None:
+        """grammars: compiles constraints; without it requests that have one are refused."""
         self.model, self.state, self.exchange, self.settings = model, state, exchange, settings
         self.pages, self.slots = Pool("page", state.pages), Pool("slot", state.slots, compact=True)
         self.scheduler = Scheduler(settings, self.pages, self.slots)
-        self.sampler = Sampler(model.kernels)
+        self.sampler, self._masks = Sampler(model.kernels), MaskMaker(model.config.vocab_size)
+        self._grammars = grammars
         self._eos_ids = frozenset(eos_ids)
         self.limits = Limits(
             vocab_size=model.config.vocab_size,
@@ -114,7 +132,8 @@ class Engine:
         self.arrived = threading.Event()  # set whenever there may be something to do
         self.failed: str | None = None
         self._lock = threading.Lock()  # guards the inbox, the names in use, and `failed`
-        self._inbox: deque[GenerateRequest | str] = deque()
+        self._inbox: deque[GenerateRequest | Compiled | str] = deque()
+        self._compiling: dict[str, GenerateRequest] = {}
         self._names: dict[str, float] = {}  # when each was submitted
         self._sequences: dict[str, Sequence] = {}
         self._count = EngineStats(
@@ -132,6 +151,11 @@ class Engine:
         """Queues a request. Raises RequestRefused, EngineBusy or EngineFailed, and then nothing of
         the request remains."""
         check_request(request, self.limits)
+        constraint, grammars = request.constraint, self._grammars
+        if constraint is not None and grammars is None:
+            raise RequestRefused(
+                "this checkpoint has no tokenizer, so no grammar can be followed", constraint.field
+            )
         with self._lock:
             if self.failed is not None:
                 raise EngineFailed(self.failed)
@@ -145,7 +169,23 @@ class Engine:
                     f"{waiting} requests are waiting, at most {self.settings.max_waiting} may"
                 )
             self._names[request.request_id] = perf_counter()
-            self._inbox.append(request)
+            if constraint is None:
+                self._inbox.append(request)
+            else:
+                self._compiling[request.request_id] = request
+        if constraint is not None and grammars is not None:
+            # In another thread, so that no step waits for it.
+            matcher = grammars.matcher(constraint, request.resume_ids)
+            matcher.add_done_callback(partial(self._compiled, request))
+        else:
+            self.arrived.set()
+
+    def _compiled(self, request: GenerateRequest, matcher: "Future[Matcher]") -> None:
+        with self._lock:
+            if self._compiling.get(request.request_id) is not request:
+                return  # aborted, or the engine has failed
+            del self._compiling[request.request_id]
+            self._inbox.append(Compiled(request, matcher))
         self.arrived.set()
 
     def abort(self, request_id: str) -> None:
@@ -154,7 +194,8 @@ class Engine:
         with self._lock:
             if request_id not in self._names:
                 return
-            self._inbox.append(request_id)
+            compiling = self._compiling.pop(request_id, None)
+            self._inbox.append(request_id if compiling is None else Compiled(compiling, None))
         self.arrived.set()
 
     @property
@@ -194,9 +235,10 @@ class Engine:
                 return outputs
             step = build_step(plan)
             planned = perf_counter()
+            masks = self._masks.start(step.sampled)
             logits_RV = self._run(plan, step)
             ran = perf_counter()
-            sampled, broken = self._sample(step, logits_RV)
+            sampled, broken = self._sample(step, logits_RV, masks and masks.result())
             self._now = drawn = perf_counter()
             self._publish(step, sampled, broken, outputs)
             count.steps += 1
@@ -225,6 +267,7 @@ class Engine:
             names = list(self._names)
             self._names.clear()
             self._inbox.clear()
+            self._compiling.clear()
         for seq in self._sequences.values():
             with suppress(Exception):  # the books may be what broke; every request must still end
                 self.scheduler.remove(seq)
@@ -243,18 +286,42 @@ class Engine:
         return outputs
 
     def _receive(self, outputs: list[TokenOutput]) -> None:
-        """Requests and aborts in the order they came."""
+        """Requests and aborts in the order they came; constrained ones once they are compiled."""
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, GenerateRequest):
-                self._submitted += 1
-                due = self.scheduler.due(self._count.steps, item.priority)
-                arrived = self._names[item.request_id]
-                seq = Sequence(item, self._submitted, due, self._eos_ids, arrived)
-                self._sequences[seq.id] = seq
-                self.scheduler.add(seq)
-            elif item in self._sequences:
-                outputs.append(self._finish(self._sequences[item], "abort"))
+                self._admit(item, None)
+            elif isinstance(item, str):
+                if item in self._sequences:
+                    outputs.append(self._finish(self._sequences[item], "abort"))
+            elif item.matcher is None:
+                outputs.append(self._turn_away(item.request, "abort"))
+            else:
+                try:
+                    self._admit(item.request, item.matcher.result())
+                except ConstraintError as error:
+                    outputs.append(self._turn_away(item.request, "error", str(error)))
+
+    def _admit(self, request: GenerateRequest, matcher: Matcher | None) -> None:
+        self._submitted += 1
+        due = self.scheduler.due(self._count.steps, request.priority)
+        arrived = self._names[request.request_id]
+        seq = Sequence(request, self._submitted, due, self._eos_ids, arrived, matcher)
+        self._sequences[seq.id] = seq
+        self.scheduler.add(seq)
+
+    def _turn_away(
+        self, request: GenerateRequest, why: FinishReason, error: str | None = None
+    ) -> TokenOutput:
+        """Ends a request that never became a sequence."""
+        self._names.pop(request.request_id, None)
+        self._count_finish(why)
+        output = TokenOutput(request_id=request.request_id, prompt_tokens=len(request.prompt_ids))
+        output.finish_reason = why
+        if error is not None and request.constraint is not None:
+            output.error_field = request.constraint.field
+            output.error = f"{output.error_field}: {error}"
+        return output
 
     def _check_idle(self) -> None:
         if self._sequences:
@@ -294,7 +361,9 @@ class Engine:
             step.batch, self.state, self.exchange, trace, ping_pong=self.settings.ping_pong
         )
 
-    def _sample(self, step: Step, logits_RV: Tensor) -> tuple[Sampled, list[Sequence]]:
+    def _sample(
+        self, step: Step, logits_RV: Tensor, masks: Masks | None
+    ) -> tuple[Sampled, list[Sequence]]:
         """The step's tokens, and the sequences whose prompt could not be scored."""
         broken: list[Sequence] = []
         for rows in step.prompt_rows:
@@ -308,7 +377,7 @@ class Engine:
             return Sampled([], {}), broken
         if step.sample_rows is not None:
             logits_RV = logits_RV[step.sample_rows]
-        return self.sampler.sample(logits_RV, step.sampled), broken
+        return self.sampler.sample(logits_RV, step.sampled, masks), broken
 
     def _publish(
         self, step: Step, sampled: Sampled, broken: list[Sequence], outputs: list[TokenOutput]
@@ -316,7 +385,11 @@ class Engine:
         for seq in broken:
             outputs.append(self._break(seq))
         for row, (seq, token) in enumerate(zip(step.sampled, sampled.ids, strict=True)):
-            if seq not in broken:
+            if seq in broken:
+                continue
+            if row in sampled.failures:
+                outputs.append(self._stray(seq, sampled.failures[row]))
+            else:
                 outputs.append(self._deliver(seq, token, sampled.logprobs.get(row)))
         for seq in step.scored:
             if seq not in broken:
@@ -328,13 +401,13 @@ class Engine:
         seq.append(token)
         self._count.generation_tokens += 1
         self._count.timings.token(seq.times, self._now)
-        if token in seq.end_ids:
+        if seq.ends_with(token):
             output = self._finish(seq, "stop")
-            output.stop_reason = None if self._is_eos(seq, token) else token
+            output.stop_reason = token if seq.is_stop_id(token, self._eos_ids) else None
         elif seq.generated >= seq.params.max_tokens:
             output = self._finish(seq, "length")
         else:
-            output = self._output(seq)
+            output = self._follow(seq, token)
         output.token_ids = [token]
         if logprobs is not None:
             output.logprobs = [logprobs]
@@ -357,14 +430,32 @@ class Engine:
         del self._sequences[seq.id]
         self._names.pop(seq.id, None)
         self._count.timings.leave(seq.times)
-        counter = f"finished_{reason}"
-        setattr(self._count, counter, getattr(self._count, counter) + 1)
+        self._count_finish(reason)
         output = self._output(seq)
         output.finish_reason, output.error = reason, error
         return output
 
-    def _is_eos(self, seq: Sequence, token: int) -> bool:
-        return token in self._eos_ids and not seq.params.ignore_eos
+    def _count_finish(self, reason: FinishReason) -> None:
+        counter = f"finished_{reason}"
+        setattr(self._count, counter, getattr(self._count, counter) + 1)
+
+    def _follow(self, seq: Sequence, token: int) -> TokenOutput:
+        """The sequence goes on after this token."""
+        if seq.matcher is not None:
+            try:
+                seq.matcher.accept([token])
+            except ConstraintError as error:
+                return self._stray(seq, str(error))
+        return self._output(seq)
+
+    def _stray(self, seq: Sequence, reason: str) -> TokenOutput:
+        """Ends a sequence whose grammar has failed, and only that one."""
+        assert seq.matcher is not None and self._grammars is not None
+        constraint = seq.matcher.constraint
+        self._grammars.forget(constraint)
+        output = self._finish(seq, "error", f"{constraint.field}: {reason}")
+        output.error_field = constraint.field
+        return output
 
     def _break(self, seq: Sequence) -> TokenOutput:
         """Ends a sequence whose logits are no numbers, and only that one.

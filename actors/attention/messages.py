@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from expertmesh.actors.attention.timings import Timings
+from expertmesh.actors.constraint.spec import Constraint
 
 LOGPROB_FLOOR = -9999.0
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -67,6 +68,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     resume_ids: tokens of the answer that some engine has already handed out, with all that belongs
     to them. The engine goes on after them, to the last bit as if it had generated them itself, and
     hands out only what is new. Sampled requests need the seed they began with.
+
+    constraint: the texts that the answer may be. Whoever takes requests from outside has checked
+    that it compiles (see actors/constraint/trial.py); one that fails nevertheless ends its request
+    with an error.
     """
 
     request_id: str
@@ -74,6 +79,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     params: SamplingParams
     priority: int = 0
     resume_ids: list[int] = []
+    constraint: Constraint | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -95,7 +101,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     [positions, MoE layers, top_k] of the positions computed since the last output, from the
     prompt's first on; the last generated token is never computed and has no entry. A resumed
     request reports neither the prompt nor positions that were reported before. lost: the engine
-    has failed, not the request; another engine can go on with it.
+    has failed, not the request; another engine can go on with it. error_field: the part of the
+    request that the error is about, where it is the request's own.
     """
 
     request_id: str
@@ -105,6 +112,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    error_field: str | None = None
     lost: bool = False
     routed_experts: bytes | None = None
     prompt_tokens: int = 0

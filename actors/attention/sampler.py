@@ -6,7 +6,7 @@ it. A row's result depends on its own logits, parameters, seed and position alon
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.actors.attention.adjustments import adjust
+from expertmesh.actors.attention.masks import Masks, forbid
 from expertmesh.actors.attention.messages import LOGPROB_FLOOR, TokenLogprobs
 from expertmesh.actors.attention.sequence import Sequence
 
@@ -35,10 +36,12 @@ class SamplingKernels(Protocol):
 
 @dataclass(slots=True)
 class Sampled:
-    """ids: one token per row, NO_TOKEN where the row has no usable logit. logprobs: by row."""
+    """ids: one token per row, NO_TOKEN where the row has no usable logit. logprobs: by row.
+    failures: rows whose grammar has failed, with the reason."""
 
     ids: list[int]
     logprobs: dict[int, TokenLogprobs]
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 class Sampler:
@@ -46,13 +49,22 @@ class Sampler:
         self._kernels = kernels
 
     @torch.inference_mode()
-    def sample(self, logits_BV: Tensor, sequences: list[Sequence]) -> Sampled:
-        """The next token of each sequence, whose row is the one at its index. Alters the logits."""
+    def sample(
+        self, logits_BV: Tensor, sequences: list[Sequence], masks: Masks | None = None
+    ) -> Sampled:
+        """The next token of each sequence, whose row is the one at its index. Alters the logits.
+
+        masks: of the constrained ones; the last word, whatever bias and penalties say.
+        """
         special = [row for row, seq in enumerate(sequences) if seq.special]
         reporting = [row for row in special if sequences[row].params.logprobs is not None]
         raw = self._kernels.log_probs(logits_BV[reporting]) if reporting else None
         if special:
             adjust(logits_BV, special, sequences)
+        failures: dict[int, str] = {}
+        if masks is not None:
+            forbid(logits_BV, masks)
+            failures = masks.failures
 
         ids, best = largest(logits_BV)
         if not math.isfinite(sum(best)):
@@ -63,10 +75,11 @@ class Sampler:
             for row, token in zip(drawing, drawn, strict=True):
                 ids[row] = token
         if raw is None:
-            return Sampled(ids, {})
+            return Sampled(ids, {}, failures)
         tokens = [max(ids[row], 0) for row in reporting]
         counts = [sequences[row].params.logprobs or 0 for row in reporting]
-        return Sampled(ids, dict(zip(reporting, report(raw, tokens, counts), strict=True)))
+        scores = dict(zip(reporting, report(raw, tokens, counts), strict=True))
+        return Sampled(ids, scores, failures)
 
     @torch.inference_mode()
     def score(self, logits_TV: Tensor, tokens: list[int], top: int) -> list[TokenLogprobs] | None:

@@ -6,8 +6,10 @@ from expertmesh.actors.attention.adjustments import Penalties, penalties_for
 from expertmesh.actors.attention.messages import GenerateRequest, TokenLogprobs
 from expertmesh.actors.attention.timings import Times
 from expertmesh.actors.attention.validation import end_ids
+from expertmesh.actors.constraint.matcher import Matcher
 
 NO_SLOT = -1
+NONE = frozenset[int]()
 # Below this a division by the temperature only loses bits: the draw would be the argmax.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -34,6 +36,7 @@ class Sequence:
         "high_water",
         "id",
         "masked_until",
+        "matcher",
         "number",
         "pages",
         "params",
@@ -60,12 +63,14 @@ class Sequence:
         rank: int,
         eos_ids: frozenset[int],
         arrived: float = 0.0,
+        matcher: Matcher | None = None,
     ) -> None:
-        """arrived: time.perf_counter's."""
+        """arrived: time.perf_counter's. matcher: of the request's constraint, past resume_ids."""
         params = request.params
         self.id, self.params, self.priority = request.request_id, params, request.priority
         self.number, self.rank = number, (rank, number)
         self.times = Times(arrived)
+        self.matcher = matcher
         resumed = request.resume_ids
         self.tokens = request.prompt_ids + resumed
         self.prompt_len = len(request.prompt_ids)
@@ -96,6 +101,7 @@ class Sequence:
             or bool(params.logit_bias)
             or bool(params.min_tokens and self.end_ids)
             or params.logprobs is not None
+            or matcher is not None
         )
 
     def __lt__(self, other: "Sequence") -> bool:
@@ -104,6 +110,24 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def unwanted_ends(self) -> frozenset[int]:
+        """End ids that should not come next. A constrained text ends with one of them all the same
+        when its grammar leaves nothing else."""
+        early = len(self.tokens) < self.masked_until
+        ignored = self.matcher.ends if self.matcher is not None and self.params.ignore_eos else NONE
+        return ignored | self.end_ids if early else ignored
+
+    def ends_with(self, token: int) -> bool:
+        """Whether this token, just generated, is the last. What a matcher's end ids end has ended
+        for good."""
+        return token in self.end_ids or (self.matcher is not None and token in self.matcher.ends)
+
+    def is_stop_id(self, token: int, eos_ids: frozenset[int]) -> bool:
+        """Whether it ends the text as one of stop_token_ids, not as the model's own."""
+        if self.matcher is not None and token in self.matcher.ends:
+            return False
+        return token not in eos_ids or self.params.ignore_eos
 
     def append(self, token: int) -> None:
         self.tokens.append(token)

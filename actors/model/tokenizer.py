@@ -59,7 +59,8 @@ class HasVocabSize(Protocol):
 
 
 class Tokenizer:
-    """Immutable and safe to share between threads."""
+    """Immutable and safe to share between threads. ordinary: ids below it are text, the others
+    reserved."""
 
     def __init__(
         self, tokens: Sequence[bytes], added: Mapping[int, AddedToken], vocab_size: int
@@ -72,6 +73,7 @@ class Tokenizer:
             vocab_size: rows of the model's embedding.
         """
         self.vocab_size = vocab_size
+        self.ordinary = len(tokens)
         self.size = max([len(tokens), *(token_id + 1 for token_id in added)])
         names = {
             token_id: added[token_id].content

@@ -1,0 +1,124 @@
+"""From a constraint to the text that llguidance compiles: a list of named grammars in JSON.
+
+The first grammar of every list switches "forcing" off. With it, llguidance would offer only its own
+tokenisation of text that is certain to come; without it the model chooses, as it was trained to.
+"""
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from expertmesh.actors.constraint.spec import MAX_TEXT, Constraint, ConstraintError
+
+HEADER = '%llguidance {"no_forcing": true}\n'
+# Enough for any indentation; unbounded, a model that likes spaces would never end.
+WHITESPACE = r"[ \t\r\n]{0,64}"
+MAX_NESTING = 64
+
+# A grammar of a composed constraint: Lark text, or a JSON schema.
+Part = str | dict[str, Any] | bool
+
+
+def compose(start: str, **parts: Part) -> Constraint:
+    """A composed constraint. `start`: Lark rules from `start:` on, in which `@name` is the part of
+    that name. Raises ConstraintError when the whole is too long."""
+    constraint = Constraint("composed", _named(start, parts))
+    check_length(constraint.text)
+    return constraint
+
+
+def check_length(text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise ConstraintError(f"has {len(text)} characters, at most {MAX_TEXT} are compiled")
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """What LLMatcher takes. Raises ConstraintError; most mistakes show only when it compiles."""
+    check_length(constraint.text)
+    if constraint.kind == "composed":
+        return constraint.text
+    return _named("start: @text", {"text": part_of(constraint)})
+
+
+def part_of(constraint: Constraint) -> Part:
+    """The constraint as one grammar of a composed one. Raises ConstraintError."""
+    text = constraint.text
+    check_length(text)
+    if constraint.kind == "json_schema":
+        return schema_part(_json(text))
+    if constraint.kind == "regex":
+        (grammar,) = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
+        return str(grammar["lark_grammar"])
+    if constraint.kind == "choice":
+        return one_of(_json(text))
+    if constraint.kind == "grammar":
+        return _lark(text)
+    raise AssertionError("a composed constraint is no part of another")
+
+
+def schema_part(schema: Any) -> Part:
+    """A JSON schema with this module's rule of whitespace. Raises ConstraintError when it is no
+    schema or nests too deeply for a recursive compiler."""
+    if not isinstance(schema, dict | bool):
+        raise ConstraintError("a JSON schema must be an object or a boolean")
+    if _nesting(schema) > MAX_NESTING:
+        raise ConstraintError(f"nests deeper than {MAX_NESTING} levels")
+    if schema is False:
+        raise ConstraintError("the schema `false` allows nothing")
+    plain = {} if schema is True else schema
+    return plain | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def one_of(choices: Any) -> str:
+    """Lark for any one of some strings. Raises ConstraintError."""
+    if not isinstance(choices, list) or not choices:
+        raise ConstraintError("must be a non-empty list of strings")
+    if not all(isinstance(choice, str) for choice in choices):
+        raise ConstraintError("must be a list of strings only")
+    return "start: " + " | ".join(literal(choice) for choice in choices)
+
+
+def literal(text: str) -> str:
+    """A Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _named(start: str, parts: dict[str, Part]) -> str:
+    grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": HEADER + start}]
+    for name, part in parts.items():
+        key = "lark_grammar" if isinstance(part, str) else "json_schema"
+        grammars.append({"name": name, key: part})
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"is not JSON: {error}") from None
+
+
+def _lark(text: str) -> str:
+    if "::=" not in text:
+        return text
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # a converter in plain Python: anything may go wrong in it
+        raise ConstraintError(f"is not GBNF: {' '.join(str(error).split())}") from None
+
+
+def _nesting(value: Any) -> int:
+    """Levels of containers, counted level by level: recursion is what is being guarded."""
+    depth, level = 0, [value]
+    while level := [
+        child
+        for item in level
+        if isinstance(item, dict | list)
+        for child in (item.values() if isinstance(item, dict) else item)
+    ]:
+        depth += 1
+        if depth > MAX_NESTING:
+            break
+    return depth
