@@ -34,7 +34,10 @@ class LocalServer:
 
 
 def start_local(load: LoadSettings, settings: EngineSettings, threads: int = 1) -> LocalServer:
-    """Load a checkpoint and start serving it. Raises ConfigError, CheckpointError, TokenizerError."""
+    """Load a checkpoint and start serving it.
+
+    Raises ConfigError, CheckpointError, TokenizerError.
+    """
     torch.set_num_threads(threads)
     opened = load.open()
     config, source = opened.config, opened.source

@@ -235,10 +235,11 @@ class Engine:
                 return outputs
             step = build_step(plan)
             planned = perf_counter()
-            masks = self._masks.start(step.sampled)
+            making = self._masks.start(step.sampled)
             logits_RV = self._run(plan, step)
             ran = perf_counter()
-            sampled, broken = self._sample(step, logits_RV, masks and masks.result())
+            masks = None if making is None else making.result()
+            sampled, broken = self._sample(step, logits_RV, masks)
             self._now = drawn = perf_counter()
             self._publish(step, sampled, broken, outputs)
             count.steps += 1
