@@ -149,18 +149,23 @@ class CompletionGeneration(Generation):
         self._ids: list[list[int]] = [[] for _ in self._prompts]
         self._ends: list[TextDelta | None] = [None] * len(self._prompts)
 
+    def read(self, index: int, output: TokenOutput) -> TextDelta:
+        """The output as text, counted. What `feed` does before it writes JSON."""
+        delta = self._texts[index].feed(output)
+        self.account(index, output, len(delta.token_ids))
+        if delta.finish is not None:
+            self.choice_finished(delta.finish)
+        return delta
+
     def feed(self, index: int, output: TokenOutput) -> tuple[bytes, bool]:
         first = not self._begun[index]
         self._begun[index] = True
-        delta = self._texts[index].feed(output)
-        self.account(index, output, len(delta.token_ids))
+        delta = self.read(index, output)
         if first and self._echo:
             delta.text = self._prompts[index].text + delta.text
             self._score_prompt(index, output.prompt_logprobs)
         self._score(index, delta)
         done = delta.finish is not None
-        if done:
-            self.choice_finished(delta.finish)
         if self.stream:
             return self._chunk(index, delta, first), done
         self._parts[index].append(delta.text)
