@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from expertmesh.actors.attention.actor import ReplicaStats
 from expertmesh.actors.experts.actor import ExpertStats
 from expertmesh.actors.model.checkpoint import CheckpointError
-from expertmesh.actors.model.config import ConfigError, ModelConfig
+from expertmesh.actors.model.config import ConfigError, ModelConfig, load_config
 from expertmesh.cluster import operators, ray_cluster
 from expertmesh.cluster.assembly import Assembly
 from expertmesh.cluster.controller import Controller
@@ -145,7 +145,7 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
     progress: called about twice a second while the weights are read.
     """
     try:
-        config = _check_model(settings)
+        config = check_model(settings)
         groups = _groups(settings, config)
         placement = _placement(settings, config, groups)
         owns_ray = ray_cluster.connect(settings)
@@ -185,8 +185,11 @@ def start(settings: ClusterSettings, progress: Callable[[Progress], None] | None
         raise
 
 
-def _check_model(settings: ClusterSettings) -> ModelConfig:
-    """Here as well as in every actor: a bad file is found before any process is started."""
+def check_model(settings: ClusterSettings) -> ModelConfig:
+    """Here as well as in every actor: a bad file is found before any process is started. Raises
+    ConfigError, CheckpointError and OSError."""
+    if not settings.check_checkpoint:
+        return load_config(settings.load.model)
     opened = settings.load.open()
     opened.source.close()
     return opened.config

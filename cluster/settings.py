@@ -191,6 +191,11 @@ class ClusterSettings(BaseModel):
     placement_timeout_s: float = Field(
         default=60.0, gt=0, description="How long to wait for Ray to reserve the slots."
     )
+    check_checkpoint: bool = Field(
+        default=True,
+        description="Whether the control plane checks all shards before it starts an actor. Off "
+        "where only the actors' nodes have them; they check what they read in any case.",
+    )
     nodes_may_join: bool = Field(
         default=False,
         description="Whether a cluster that is too small for the launch may still grow, as where "

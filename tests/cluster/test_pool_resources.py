@@ -1,14 +1,18 @@
 """Custom Ray resources decide which kinds of nodes the processes of a mesh run on."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.cluster.launch import check_model
 from expertmesh.cluster.settings import ClusterSettings, PoolResources
 from expertmesh.cluster.topology import TopologyError, bundle_of, check_fits
+from tests.support.golden import GOLDEN
 
 POOLS = PoolResources(attention={"expertmesh_attention": 1}, experts={"expertmesh_expert": 1})
 
@@ -53,3 +57,11 @@ def test_decimal_fractions_that_just_fit() -> None:
 def test_what_is_no_custom_resource_is_refused(resources: object, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         settings(resources=resources)
+
+
+def test_a_control_plane_without_shards_takes_the_config_alone(tmp_path: Path) -> None:
+    shutil.copy(GOLDEN / "kimi_k3-tiny" / "config.json", tmp_path)
+    bare = {"load": LoadSettings(model=tmp_path)}
+    with pytest.raises(CheckpointError):
+        check_model(settings(**bare))
+    assert check_model(settings(**bare, check_checkpoint=False)).num_experts > 0
