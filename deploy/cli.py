@@ -9,6 +9,7 @@ import typer
 
 from expertmesh import __version__
 from expertmesh.deploy.command import LOCAL_URL, URL, run_command
+from expertmesh.deploy.doctor.commands import doctor
 from expertmesh.deploy.routing.commands import routing
 from expertmesh.deploy.verify.commands import verify
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(routing, name="routing")
 app.command()(verify)
+app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:
@@ -109,6 +111,18 @@ def serve(
             rich_help_panel=_MESH,
             help='Ray cluster to use: "auto" or HOST:PORT. Default: start a local one.',
         ),
+    ] = None,
+    attention_resource: Annotated[
+        Optional[str],  # noqa: UP045
+        option(
+            rich_help_panel=_MESH,
+            help="Custom Ray resource of which each engine takes 1: only nodes that offer it are "
+            "used.",
+        ),
+    ] = None,
+    expert_resource: Annotated[
+        Optional[str],  # noqa: UP045
+        option(rich_help_panel=_MESH, help="The same for the expert actors."),
     ] = None,
     name: Annotated[
         str, option(rich_help_panel=_MESH, help="Prefix of the actors' names.")
@@ -263,6 +277,8 @@ def serve(
         autoscale_dry_run=autoscale_dry_run,
         routing_record=None if routing_record is None else routing_record.absolute(),
         address=address,
+        attention_resource=attention_resource,
+        expert_resource=expert_resource,
         name=name,
         host=host,
         port=port,

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
+from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "torch", "reference")
@@ -67,3 +69,37 @@ def load_kernels(backend: str = "auto") -> Kernels:
         if field.name in _HOMES
     }
     return Kernels(backend="reference" if backend == "reference" else "torch", **ops)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSupport:
+    """Whether `backend` can serve operator `name` here. reason: why not; empty where it can."""
+
+    name: str
+    backend: str
+    reason: str = ""
+
+
+def operator_support() -> list[OperatorSupport]:
+    """Every operator with every backend, those of one operator together."""
+    modules = {"reference": "reference", "torch": "torch_ops", "triton": "triton_ops"}
+    return [
+        OperatorSupport(name, backend, _why_not(name, backend, module))
+        for name in _HOMES
+        for backend, module in modules.items()
+    ]
+
+
+def _why_not(name: str, backend: str, module: str) -> str:
+    full = f"expertmesh.kernels.{_HOMES[name]}.{module}"
+    if find_spec(full) is None:
+        return f"this version has no {backend} kernel for it"
+    if backend == "triton" and find_spec("triton") is None:
+        return "triton is not installed"
+    if backend == "triton" and not torch.cuda.is_available():
+        return "no CUDA device"
+    try:
+        found = hasattr(import_module(full), name)
+    except Exception as error:  # of any kind: whoever asks wants to know, not to fail
+        return f"{type(error).__name__}: {error}"
+    return "" if found else f"this version has no {backend} kernel for it"

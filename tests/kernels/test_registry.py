@@ -3,7 +3,7 @@ from inspect import signature
 
 import pytest
 
-from expertmesh.kernels.registry import Kernels, load_kernels
+from expertmesh.kernels.registry import Kernels, load_kernels, operator_support
 
 
 def test_both_backends_offer_every_operator() -> None:
@@ -26,3 +26,12 @@ def test_unknown_backend_names_the_choices() -> None:
 def test_record_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         load_kernels().backend = "other"  # type: ignore[misc]
+
+
+def test_support_names_every_operator_with_a_reason_where_it_is_missing() -> None:
+    found = {(one.name, one.backend): one.reason for one in operator_support()}
+    operators = {field.name for field in fields(Kernels)} - {"backend"}
+    assert {name for name, _ in found} == operators
+    for name in operators:
+        assert found[name, "reference"] == found[name, "torch"] == ""
+    assert all(reason for (_, backend), reason in found.items() if backend == "triton")

@@ -24,6 +24,7 @@ from expertmesh.actors.model.model import Model
 from expertmesh.cluster.launch import LaunchError, Mesh, Progress, start
 from expertmesh.cluster.ledger.recording import load_recording
 from expertmesh.cluster.settings import ClusterSettings
+from expertmesh.deploy.doctor.ray_probe import check_ray
 from tests.support.checkpoints import write_checkpoint
 from tests.support.local_ray import cluster
 
@@ -229,3 +230,9 @@ def test_a_mesh_that_cannot_be_is_refused_and_leaves_nothing(model: Path, tmp_pa
         start(settings(model, expert_actors=3, slots_per_actor=2))
     left = [name for name in ray.util.list_named_actors() if name.startswith(f"t{os.getpid()}")]
     assert left == []
+
+
+def test_the_doctor_lists_the_nodes_of_a_cluster() -> None:
+    answers, *nodes = check_ray(ray.get_runtime_context().gcs_address)
+    assert answers.status == "ok" and answers.value.startswith(f"{len(nodes)} nodes alive")
+    assert all(one.status == "ok" and "CPU" in one.value for one in nodes) and nodes

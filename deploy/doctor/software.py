@@ -1,0 +1,110 @@
+"""Versions of what serves, graphics devices, and which backend serves which operator."""
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import torch
+from packaging.requirements import Requirement
+
+from expertmesh import __version__
+from expertmesh.deploy.doctor.findings import Finding, judged
+from expertmesh.kernels.registry import OperatorSupport, operator_support
+
+SECTION = "software"
+GPU_SECTION = "devices"
+QUERY_SECONDS = 15.0
+OPTIONAL = ("triton", "llguidance", "grpcio")
+
+
+def check_software() -> Iterator[Finding]:
+    yield Finding(SECTION, "expertmesh", "ok", __version__)
+    python = platform.python_version()
+    yield judged(
+        SECTION, "Python", python, sys.version_info >= (3, 11), "3.11 or newer is needed", "fail"
+    )
+    yield from _requirements()
+    gloo, nccl = torch.distributed.is_gloo_available(), torch.distributed.is_nccl_available()
+    yield judged(
+        SECTION, "gloo", "in torch" if gloo else "not in this torch", gloo,
+        "the exchange meets over gloo: install a build of torch that has it", "fail",
+    )  # fmt: skip
+    told = "not in this torch (CPU build)"
+    if nccl:
+        told = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    yield Finding(SECTION, "NCCL", "ok", told)
+
+
+def _requirements() -> Iterator[Finding]:
+    """What this package's own metadata asks for, and what of the optional parts is there."""
+    try:
+        asked = [Requirement(line) for line in requires("expertmesh") or ()]
+    except PackageNotFoundError:
+        asked = []
+    base = {one.name: one for one in asked if one.marker is None}
+    for name, one in sorted(base.items()):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            yield Finding(SECTION, name, "fail", "not installed", f"pip install '{one}'")
+            continue
+        if not one.specifier.contains(found, prereleases=True):
+            yield Finding(SECTION, name, "fail", found, f"pip install '{one}'")
+        elif name in ("torch", "ray", *OPTIONAL):
+            yield Finding(SECTION, name, "ok", found)
+    for name in OPTIONAL:
+        if name not in base:
+            try:
+                told = version(name)
+            except PackageNotFoundError:
+                told = "not installed"
+            yield Finding(SECTION, name, "ok", told)
+
+
+def check_devices() -> Iterator[Finding]:
+    """GPUs as torch sees them, against what the driver sees."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for at in range(count):
+        facts = torch.cuda.get_device_properties(at)
+        value = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, sm_{facts.major}{facts.minor}"
+        yield Finding(GPU_SECTION, f"GPU {at}", "ok", value)
+    seen = _driver()
+    if seen is None:
+        if count == 0:
+            yield Finding(GPU_SECTION, "GPU", "ok", "none; everything runs on the CPU")
+        return
+    driver, gpus = seen
+    cuda = torch.version.cuda or "none (CPU build)"
+    yield judged(
+        GPU_SECTION, "driver", f"{driver}, {gpus} GPUs; torch for CUDA {cuda}", count == gpus,
+        f"torch sees {count} of them: install a CUDA build of torch that this driver can run, and "
+        "check CUDA_VISIBLE_DEVICES", "fail" if count == 0 else "warn",
+    )  # fmt: skip
+
+
+def _driver() -> tuple[str, int] | None:
+    """(driver version, number of GPUs); None without a driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = [line.strip() for line in done.stdout.splitlines() if re.match(r"\s*\d", line)]
+    return (lines[0], len(lines)) if lines else None
+
+
+def check_operators() -> tuple[list[OperatorSupport], Finding]:
+    """The table, and whether every operator has a backend."""
+    table = operator_support()
+    served = {one.name for one in table if one.backend == "torch" and not one.reason}
+    missing = sorted({one.name for one in table} - served)
+    value = f"{len(served)} by torch" + (f"; none for {', '.join(missing)}" if missing else "")
+    advice = "the installation is damaged: install the package again"
+    return table, judged(SECTION, "operators", value, not missing, advice, "fail")
