@@ -55,7 +55,7 @@ class EdgeServer:
     def stop(self) -> None:
         """No new work; what runs gets the grace time. Returns at once, also in a signal handler;
         see `wait`."""
-        self._front.draining = True
+        self._front.drain()
 
     async def wait(self) -> None:
         """Returns when the server has stopped and every answer has ended."""

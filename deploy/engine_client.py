@@ -14,6 +14,7 @@ from expertmesh.actors.attention.messages import EngineStats, GenerateRequest, T
 from expertmesh.deploy.mailbox import Mailbox
 
 Pace = Callable[[], float]
+Ended = Callable[[], None] | None
 
 # A step that runs this long is not slow but stuck; readiness goes red before clients time out.
 STALL_SECONDS = 60.0
@@ -37,9 +38,12 @@ class EngineClient(Protocol):
     """What the OpenAI app needs of whatever generates tokens."""
 
     def generate(
-        self, request: GenerateRequest, pace: Pace = at_once
+        self, request: GenerateRequest, pace: Pace = at_once, ended: Ended = None
     ) -> AsyncIterator[TokenOutput]:
         """Outputs until one has a finish_reason. Closing the iterator early aborts the request.
+
+        ended: called when the engine has come to the end, however far the reader is; not when the
+        iterator is closed before.
 
         Raises RequestRefused when the request can never be served, EngineUnavailable when the
         engine is or becomes unable to.
@@ -91,13 +95,13 @@ class LocalEngineClient:
                 mailbox.put(output)
 
     async def generate(
-        self, request: GenerateRequest, pace: Pace = at_once
+        self, request: GenerateRequest, pace: Pace = at_once, ended: Ended = None
     ) -> AsyncIterator[TokenOutput]:
         ready, reason = self.ready()
         if not ready:
             raise EngineUnavailable(reason)
         self._loop = asyncio.get_running_loop()
-        mailbox = self._mailboxes[request.request_id] = Mailbox(self._loop)
+        mailbox = self._mailboxes[request.request_id] = Mailbox(self._loop, ended)
         finished = False
         try:
             self.engine_loop.engine.submit(request)

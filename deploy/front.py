@@ -3,6 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from expertmesh.deploy.admission.admission import Admission
+from expertmesh.deploy.admission.capacity import Capacity
+from expertmesh.deploy.auth.keyring import KeyRefused, open_keyring
+from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.engine_client import EngineClient
 from expertmesh.deploy.openai.errors import ApiError, unavailable
@@ -38,22 +42,39 @@ class Traffic:
 
 
 class Front:
-    """One served model with everything that its endpoints use. Lives on one event loop.
-
-    draining: set when the server stops: what runs may end, nothing new is taken.
-    """
+    """One served model with everything that its endpoints use. Lives on one event loop."""
 
     def __init__(
         self, client: EngineClient, served: ServedModel, edge: EdgeSettings | None = None
     ) -> None:
-        """edge: how clients get in; by default everybody who reaches the port does."""
+        """edge: how clients get in; by default everybody who reaches the port does.
+
+        Raises KeysError when there are keys and they can not be read.
+        """
         self.client, self.served = client, served
         self.edge = edge or EdgeSettings()
         self.traffic = Traffic(served.limits.chunks_per_second)
         self.telemetry = Telemetry(
             served.name, lambda: self.traffic.requests, lambda: self.ready()[0]
         )
-        self.draining = False
+        self.keyring = open_keyring(self.edge.auth)
+        if (keyring := self.keyring) is not None:
+            self.telemetry.watch_keys(lambda: (keyring.usable, float(bool(keyring.failed))))
+        queue = self.edge.queue
+        self.admission = Admission(queue, Capacity(queue.running, client.stats), self.telemetry)
+        self.telemetry.watch_queue(lambda: self.admission.waiting)
+        self._draining = False
+
+    @property
+    def draining(self) -> bool:
+        """Set when the server stops: what runs may end, nothing new is taken."""
+        return self._draining
+
+    def drain(self) -> None:
+        """From now on `draining`; what waits for a turn is refused. For any thread, and for signal
+        handlers."""
+        self._draining = True
+        self.admission.drain()
 
     def ready(self) -> tuple[bool, str]:
         """Whether a request sent now would be served, and if not, why."""
@@ -61,11 +82,27 @@ class Front:
             return False, "the server is stopping"
         return self.client.ready()
 
-    def check_open(self) -> None:
-        """Raises ApiError 429 or 503 when no further request can be taken."""
+    def check_open(self, key: ApiKey | None = None) -> None:
+        """Raises ApiError 429 or 503 when no further request of `key` can be taken."""
         limit = self.served.limits.requests
         if self.traffic.requests >= limit:
             raise ApiError(429, f"{limit} requests are being served already", retry_after=1)
         ready, reason = self.ready()
         if not ready:
             raise unavailable(reason)
+        self.admission.check(key)
+
+    async def authenticate(
+        self, authorization: str | None, *, basic: bool = False
+    ) -> ApiKey | None:
+        """Whose request it is, by its Authorization header or metadata. None: no keys are needed.
+
+        basic: the key may also be the password of HTTP Basic. Raises ApiError 401.
+        """
+        if self.keyring is None:
+            return None
+        try:
+            return await self.keyring.authenticate(authorization, basic=basic)
+        except KeyRefused as refused:
+            self.telemetry.unauthenticated(refused.reason)
+            raise ApiError(401, refused.message) from None

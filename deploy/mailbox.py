@@ -16,10 +16,13 @@ from expertmesh.actors.attention.messages import TokenOutput
 class Mailbox:
     """One request's queue. put and fail are called by the client, take by the reader."""
 
-    __slots__ = ("_error", "_items", "_loop", "_next_at", "_timer", "_waiter", "closed")
+    __slots__ = ("_ended", "_error", "_items", "_loop", "_next_at", "_timer", "_waiter", "closed")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, ended: Callable[[], None] | None = None
+    ) -> None:
+        """ended: called once when the last output or an error has come, read or not."""
+        self._loop, self._ended = loop, ended
         self._items: list[TokenOutput] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -33,7 +36,7 @@ class Mailbox:
             return
         self._items.append(output)
         if output.finish_reason is not None:
-            self.closed = True
+            self._close()
         if self._waiter is None:
             return
         if self.closed or self._next_at <= self._loop.time():
@@ -45,8 +48,13 @@ class Mailbox:
         """End with an error, after what already arrived has been read."""
         if not self.closed:
             self._error = error
-            self.closed = True
+            self._close()
             self._wake()
+
+    def _close(self) -> None:
+        self.closed = True
+        if self._ended is not None:
+            self._ended()
 
     def _wake(self) -> None:
         if self._timer is not None:

@@ -31,7 +31,7 @@ from expertmesh.actors.attention.messages import (
 from expertmesh.cluster.directory import Directory
 from expertmesh.cluster.watch import first_line
 from expertmesh.deploy import replica_link
-from expertmesh.deploy.engine_client import EngineUnavailable, Pace, at_once
+from expertmesh.deploy.engine_client import Ended, EngineUnavailable, Pace, at_once
 from expertmesh.deploy.mailbox import Mailbox
 from expertmesh.deploy.replica_link import NotTaken, ReplicaLink
 from expertmesh.deploy.tracked import TrackedRequest
@@ -96,7 +96,7 @@ class RayEngineClient:
     # --- EngineClient -------------------------------------------------------------------------
 
     async def generate(
-        self, request: GenerateRequest, pace: Pace = at_once
+        self, request: GenerateRequest, pace: Pace = at_once, ended: Ended = None
     ) -> AsyncIterator[TokenOutput]:
         ready, reason = self.ready()
         if not ready:
@@ -105,7 +105,7 @@ class RayEngineClient:
             raise RequestRefused(
                 f"request id {request.request_id!r} is already in use", "request_id"
             )
-        tracked = TrackedRequest(request, Mailbox(asyncio.get_running_loop()))
+        tracked = TrackedRequest(request, Mailbox(asyncio.get_running_loop(), ended))
         self._requests[request.request_id] = tracked
         finished = False
         try:

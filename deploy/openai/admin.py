@@ -1,8 +1,9 @@
 """/mesh: what operators see and change of the mesh behind a front door.
 
-Without a token these routes answer this host alone. A browser on it must not be made to ask for
-somebody else's page, so a request that names a foreign host, comes from another origin, or was
-passed on by a proxy is refused as well.
+Without a token these routes answer this host alone. Where API keys are needed, any key may look,
+and whoever changes something needs a key from this host, or the token. A browser on it must not be
+made to ask for somebody else's page, so a request that names a foreign host, comes from another
+origin, or was passed on by a proxy is refused as well.
 """
 
 import hmac
@@ -133,13 +134,22 @@ class Admin:
         options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
         return Response(orjson.dumps(answer, option=options), media_type="application/json")
 
+    def borne(self, authorization: str | None) -> bool:
+        """Whether the header bears the admin token."""
+        scheme, _, given = (authorization or "").partition(" ")
+        if self._token is None or scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(given.strip().encode(), self._token.encode())
+
     def _allowed(self, request: Request) -> Mesh:
         """The mesh, for whoever may manage it. Raises ApiError 401, 403 or 404."""
-        if self._token is not None:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode(), self._token.encode())
-            if scheme.lower() != "bearer" or not right:
-                raise ApiError(401, "this needs the admin token as a bearer token")
+        has_key = request.scope.get("api_key") is not None
+        if has_key and request.method in ("GET", "HEAD"):
+            pass
+        elif self._token is not None:
+            if not self.borne(request.headers.get("authorization")):
+                status = 403 if has_key else 401  # it is known who asks, and not enough
+                raise ApiError(status, "this needs the admin token as a bearer token")
         elif not _local(request):
             raise ApiError(
                 403,

@@ -14,6 +14,8 @@ from starlette.responses import Response
 
 from expertmesh import __version__
 from expertmesh.actors.model.tokenizer import Tokenizer
+from expertmesh.deploy.auth.guard import KeyGuard
+from expertmesh.deploy.auth.origins import Origins
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai import answers, chat, completions
 from expertmesh.deploy.openai.admin import Admin, RebalanceRequest, RecordRequest, ScaleRequest
@@ -63,7 +65,13 @@ def build_app(
     )
     admin = admin or Admin(None)
     door = Endpoints(front, admin)
+    # The last one added is the outermost. Origins outside of Edge, so that browsers may read also
+    # what it answers itself; keys inside of it, so that a 401 has a request id.
+    if front.keyring is not None:
+        app.add_middleware(KeyGuard, front=front, admin=admin)
     app.add_middleware(Edge, front=front, tag=not behind_proxy)
+    if front.edge.http.cors_origins:
+        app.add_middleware(Origins, origins=front.edge.http.cors_origins)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
 
@@ -154,7 +162,8 @@ class Endpoints:
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
         try:
-            self._front.check_open()
+            key = request.scope.get("api_key")
+            self._front.check_open(key)
             with self._front.traffic.accepted():
                 body, heavy = await self._body(request)
                 body.setdefault("request_id", request.state.request_id)
@@ -166,7 +175,7 @@ class Endpoints:
             raise
         if not request.state.request_id_given:
             request.state.request_id = body["request_id"]
-        return GenerationResponse(generation, self._front, early_stop)
+        return GenerationResponse(generation, self._front, early_stop, key)
 
     async def _body(self, request: Request) -> tuple[dict[str, Any], bool]:
         limits = self._served.limits

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from expertmesh.actors.attention.messages import TokenOutput
+from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.engine_client import Pace, at_the_end
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.errors import ApiError, unavailable
@@ -38,12 +39,15 @@ class GenerationResponse(Response):
         generation: Generation,
         front: Front,
         early_stop: bool,
+        key: ApiKey | None = None,
     ) -> None:
-        """early_stop: the edge may end a choice before the engine does (stop strings)."""
+        """early_stop: the edge may end a choice before the engine does (stop strings). key: whose
+        request it is, where keys are needed."""
         super().__init__()
         self._generation = generation
         self._client, self._telemetry = front.client, front.telemetry
-        self._traffic = front.traffic
+        self._traffic, self._admission = front.traffic, front.admission
+        self._key = key
         self._early_stop = early_stop
         self._limits = generation.served.limits
         self._started = False
@@ -116,12 +120,27 @@ class GenerationResponse(Response):
 
         return [one(index) for index in range(len(generation.requests))]
 
+    @asynccontextmanager
+    async def _pieces(self) -> AsyncIterator[AsyncIterator[tuple[int, bytes]]]:
+        """(choice, bytes) as they come, once the request has its turn."""
+        generation, streams = self._generation, int(self._generation.stream)
+        async with self._admission.turn(
+            self._key, generation.requests, lambda: generation.completion_tokens
+        ) as turn:
+            self._traffic.streams += streams  # those that wait do not write
+            try:
+                async with aclosing(
+                    all_choices(
+                        self._client, turn.requests, self._feeds(), self._pace(), turn.choice_ended
+                    )
+                ) as pieces:
+                    yield pieces
+            finally:
+                self._traffic.streams -= streams
+
     async def _plain(self, send: Send) -> None:
         generation = self._generation
-        feeds = self._feeds()
-        async with aclosing(
-            all_choices(self._client, generation.requests, feeds, self._pace())
-        ) as pieces:
+        async with self._pieces() as pieces:
             async for _ in pieces:
                 pass
         # Counted before it is sent: a client that has its answer finds it in /metrics.
@@ -134,11 +153,8 @@ class GenerationResponse(Response):
     async def _stream(self, send: Send) -> None:
         generation = self._generation
         heartbeat = asyncio.create_task(self._heartbeat(send))
-        self._traffic.streams += 1
         try:
-            async with aclosing(
-                all_choices(self._client, generation.requests, self._feeds(), self._pace())
-            ) as pieces:
+            async with self._pieces() as pieces:
                 # One event behind, so that the last tokens, usage and [DONE] share one write.
                 held = b""
                 async for _, piece in pieces:
@@ -152,7 +168,6 @@ class GenerationResponse(Response):
             self._telemetry.finished(generation)
             await self._write(held + generation.closing(), send, more=False)
         finally:
-            self._traffic.streams -= 1
             heartbeat.cancel()
 
     async def _write(self, data: bytes, send: Send, more: bool = True) -> None:

@@ -12,7 +12,7 @@ from expertmesh.actors.attention.messages import (
     RequestRefused,
     TokenOutput,
 )
-from expertmesh.deploy.engine_client import EngineClient, EngineUnavailable, Pace
+from expertmesh.deploy.engine_client import Ended, EngineClient, EngineUnavailable, Pace
 from expertmesh.deploy.openai.errors import ApiError, bad, unavailable
 
 Delta = TypeVar("Delta")
@@ -35,11 +35,12 @@ def api_error(error: BaseException) -> ApiError | None:
 
 
 async def one_choice(
-    client: EngineClient, request: GenerateRequest, feed: "Feed[Delta]", pace: Pace
-) -> AsyncGenerator[Delta, None]:
+    client: EngineClient, request: GenerateRequest, feed: "Feed[Delta]", pace: Pace,
+    ended: Ended = None,
+) -> AsyncGenerator[Delta, None]:  # fmt: skip
     """Deltas of one choice. `feed` says when it is complete, which may be before the engine's
     end (a stop string); leaving the generator aborts the request."""
-    async with aclosing(client.generate(request, pace)) as outputs:  # type: ignore[type-var]
+    async with aclosing(client.generate(request, pace, ended)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             if output.finish_reason in ("error", "abort"):
                 raise unavailable(output.error or "the request was aborted")
@@ -52,11 +53,12 @@ async def one_choice(
 
 async def all_choices(
     client: EngineClient, requests: Sequence[GenerateRequest], feeds: "Sequence[Feed[Delta]]",
-    pace: Pace,
+    pace: Pace, ended: Ended = None,
 ) -> AsyncGenerator[tuple[int, Delta], None]:  # fmt: skip
-    """(choice, delta) of all choices as they come. The first failure ends them all."""
+    """(choice, delta) of all choices as they come. The first failure ends them all. ended: see
+    EngineClient.generate; called for each choice."""
     if len(requests) == 1:
-        async with aclosing(one_choice(client, requests[0], feeds[0], pace)) as deltas:
+        async with aclosing(one_choice(client, requests[0], feeds[0], pace, ended)) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
@@ -67,7 +69,8 @@ async def all_choices(
 
     async def pump(index: int) -> None:
         try:
-            async with aclosing(one_choice(client, requests[index], feeds[index], pace)) as deltas:
+            choice = one_choice(client, requests[index], feeds[index], pace, ended)
+            async with aclosing(choice) as deltas:
                 async for delta in deltas:
                     await queue.put((index, delta))
             await queue.put(None)

@@ -10,7 +10,7 @@ from expertmesh.actors.attention.messages import (
     TokenLogprobs,
     TokenOutput,
 )
-from expertmesh.deploy.engine_client import Pace, at_once
+from expertmesh.deploy.engine_client import Ended, Pace, at_once
 from expertmesh.deploy.mailbox import Mailbox
 
 Script = Callable[[GenerateRequest], Sequence[int]]
@@ -58,12 +58,12 @@ class FakeEngineClient:
         self.counters = EngineStats(pages_total=8, pages_free=6, slots_total=4, slots_free=4)
 
     async def generate(
-        self, request: GenerateRequest, pace: Pace = at_once
+        self, request: GenerateRequest, pace: Pace = at_once, ended: Ended = None
     ) -> AsyncIterator[TokenOutput]:
         self.requests.append(request)
         if self.refuse is not None:
             raise self.refuse
-        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = Mailbox(asyncio.get_running_loop(), ended)
         producer = asyncio.create_task(self._produce(request, mailbox))
         finished = False
         self.running += 1
