@@ -51,10 +51,11 @@ def as_yaml(groups: tuple[Group, ...]) -> str:
 def _rule(rule: Record | Alert) -> dict[str, Any]:
     if isinstance(rule, Record):
         return {"record": rule.name, "expr": rule.expr}
+    texts = {"summary": rule.summary, "description": rule.description}
     return {
         "alert": rule.name,
         "expr": rule.expr,
         "for": rule.holds,
         "labels": {"severity": rule.severity},
-        "annotations": {"summary": rule.summary, "description": rule.description},
+        "annotations": {name: text for name, text in texts.items() if text},
     }
