@@ -16,6 +16,7 @@ from expertmesh.deploy import preflight
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.mesh_news import Status, news
 from expertmesh.deploy.preflight import size_text
+from expertmesh.deploy.ray.token import offer_token
 from expertmesh.deploy.serve_console import announce
 from expertmesh.deploy.serve_options import ServeOptions
 from expertmesh.deploy.stop_signals import handle_signals, stop_by_signal
@@ -41,6 +42,8 @@ def serve_mesh(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.address is not None:
+        offer_token(os.environ)
     with Children():
         _run_mesh(console, options, config, slots, began)
 

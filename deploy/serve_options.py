@@ -13,9 +13,19 @@ from expertmesh.cluster.autoscaling.settings import (
     AutoscaleSettings,
     ExpertScaling,
 )
-from expertmesh.cluster.settings import ClusterSettings, RebalanceSettings, RecoverySettings
+from expertmesh.cluster.settings import (
+    ClusterSettings,
+    PoolResources,
+    RebalanceSettings,
+    RecoverySettings,
+)
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
+
+# Ray's own, which actors reserve anyway.
+BUILT_IN = ("CPU", "GPU", "memory", "object_store_memory")
+# Ray gives it to the head node of every cluster.
+HEAD_RESOURCE = "node:__internal_head__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +45,8 @@ class ServeOptions:
     autoscale_dry_run: bool = False
     routing_record: Path | None = None
     address: str | None
+    attention_resource: str | None = None
+    expert_resource: str | None = None
     name: str
     host: str
     port: int
@@ -119,7 +131,25 @@ class ServeOptions:
             engine=self.engine(config),
             name=self.name,
             ray_address=self.address,
+            resources=self._resources(),
         )
+
+    def _resources(self) -> PoolResources:
+        """Of several hosts only the cluster's head may hold the mesh together."""
+        control = {} if self.address is None else {HEAD_RESOURCE: 0.001}
+        return PoolResources(
+            attention=_one("--attention-resource", self.attention_resource),
+            experts=_one("--expert-resource", self.expert_resource),
+            control=control,
+        )
+
+
+def _one(flag: str, resource: str | None) -> dict[str, float]:
+    if resource is None:
+        return {}
+    if resource in BUILT_IN or not resource:
+        raise Refused(ExitCode.USAGE, f"{flag} {resource!r}: not a custom resource's name")
+    return {resource: 1.0}
 
 
 def with_flags(edge: EdgeSettings, grpc_port: int | None, api_keys: Path | None) -> EdgeSettings:
