@@ -2,13 +2,14 @@
 
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
 from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.front import Front
+from expertmesh.deploy.grpc.rpc import Context, Handler
 from expertmesh.deploy.grpc.status import status_of
 from expertmesh.deploy.openai.errors import ApiError, bad
 
@@ -18,8 +19,7 @@ OPEN_SERVICE = "/grpc.health.v1.Health/"
 CALLER: ContextVar[ApiKey | None] = ContextVar("expertmesh_grpc_caller", default=None)
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-Handler = grpc.RpcMethodHandler[Any, Any]
-Find = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+Find: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 
 class Gate(grpc.aio.ServerInterceptor):
@@ -30,7 +30,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Find, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
+    ) -> "Handler | None":
         method = handler_call_details.method
         if method.startswith(OPEN_SERVICE):
             return await continuation(handler_call_details)
@@ -58,7 +58,7 @@ def check_ascii(metadata: Metadata) -> None:
 
 
 def _refusing(error: ApiError) -> Handler:
-    async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def refuse(requests: Any, context: Context) -> None:
         await context.abort(*status_of(error))
 
     return grpc.stream_stream_rpc_method_handler(refuse)

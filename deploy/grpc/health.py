@@ -9,10 +9,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc.aio
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertmesh.deploy.front import Front
+from expertmesh.deploy.grpc.rpc import Context
 from expertmesh.deploy.grpc.service import SERVICE
 
 LIVE = ""
@@ -41,14 +42,14 @@ class HealthService(health_pb2_grpc.HealthServicer):
     async def Check(  # type: ignore[override]
         self,
         request: health_pb2.HealthCheckRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: Context,
     ) -> health_pb2.HealthCheckResponse:
         status = self.status(request.service)
         if status is _UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service is here")
         return status
 
-    async def List(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def List(self, request: Any, context: Context) -> Any:
         statuses = {service: self.status(service) for service in (LIVE, SERVICE)}
         # The published type stubs end before this method.
         return health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
@@ -56,7 +57,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
     async def Watch(  # type: ignore[override]
         self,
         request: health_pb2.HealthCheckRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: Context,
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Every change, until the client goes or the server has drained."""
         last = None

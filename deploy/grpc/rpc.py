@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,7 +24,9 @@ from expertmesh.deploy.openai.run import api_error
 
 _log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
+# grpcio's classes are generic in its stubs alone.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Request = TypeVar("Request", bound=Message)
 Reply = Callable[[Message], Awaitable[None]]
 # (request, reply, whether the request is so large that work on it belongs in a thread)
@@ -41,7 +43,7 @@ def handler(
     kind: type[Request],
     method: Method[Request],
     field: FieldName[Request] = http_name,
-) -> grpc.RpcMethodHandler[Any, Any]:
+) -> Handler:
     """field: a parameter of an ApiError as the .proto calls it."""
     name = kind.__name__.removesuffix("Request")
 
