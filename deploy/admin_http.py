@@ -10,6 +10,7 @@ from typing import Any
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 
 TOKEN = "EXPERTMESH_ADMIN_TOKEN"
+KEY = "EXPERTMESH_API_KEY"
 ANSWER_SECONDS = 60.0
 ERROR_BYTES = 10_000
 
@@ -19,7 +20,7 @@ def ask(
 ) -> bytes:
     """The answer's body. Without a body it is a GET. Raises Refused in the server's own words."""
     headers = {"content-type": "application/json"}
-    if token := os.environ.get(TOKEN, "").strip():
+    if token := os.environ.get(TOKEN, "").strip() or os.environ.get(KEY, "").strip():
         headers["authorization"] = f"Bearer {token}"
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -61,5 +62,8 @@ def _refusal(status: int, body: bytes) -> Refused:
     if status == 400:
         option = f"--{field}: " if field else ""
         return Refused(ExitCode.USAGE, option + message.removeprefix(f"{field}: "))
-    hints = {401: f"set {TOKEN} to the server's token", 403: f"run it there, or set {TOKEN}"}
+    hints = {
+        401: f"set {TOKEN} to the server's token, or {KEY} to a key",
+        403: f"run it there, or set {TOKEN}",
+    }
     return Refused(ExitCode.UNREACHABLE, message, hints.get(status, ""))

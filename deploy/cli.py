@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from expertmesh import __version__
+from expertmesh.deploy.auth.commands import keys
 from expertmesh.deploy.command import LOCAL_URL, URL, run_command
 from expertmesh.deploy.doctor.commands import doctor
 from expertmesh.deploy.routing.commands import routing
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "EXPERTMESH"},
 )
 app.add_typer(routing, name="routing")
+app.add_typer(keys, name="keys")
 app.command()(verify)
 app.command()(doctor)
 
@@ -290,7 +292,7 @@ def serve(
         kv_pages=kv_pages,
         expert_cache_bytes=int(expert_cache_gb * 1e9),
         dry_run=dry_run,
-        edge=with_flags(context.obj or EdgeSettings(), grpc_port, api_keys),
+        edge=run_command(with_flags, context.obj or EdgeSettings(), grpc_port, api_keys),
     )
     run_command(run, options)
 

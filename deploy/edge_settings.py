@@ -4,17 +4,21 @@ They come from the sections http, grpc, auth and queue of `expertmesh serve --co
 `edge` in the arguments of a Serve application. Unknown keys are refused.
 """
 
+import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from expertmesh.deploy.auth.keys import HASH_PATTERN
 from expertmesh.deploy.openai.served import Limits
 
 _LIMITS = Limits()
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # No error repeats what it refuses: it may be a secret in the wrong place.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class TlsSettings(_Section):
@@ -25,10 +29,18 @@ class TlsSettings(_Section):
     client_ca_file: Path | None = None
 
 
+def _origin(value: str) -> str:
+    """As browsers send it, to be compared: no path, and no port that goes without saying."""
+    usual = value.endswith((":80", ":443")[value.startswith("https:")])
+    if value != "*" and (usual or not re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", value)):
+        raise ValueError('must be "*" or an origin such as "https://chat.example"')
+    return value
+
+
 class HttpSettings(_Section):
     """The OpenAI API's port."""
 
-    cors_origins: tuple[str, ...] = Field(
+    cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
         (),
         description='Origins that browsers may call from, e.g. "https://chat.example"; "*": all.',
     )
@@ -76,18 +88,27 @@ class AuthSettings(_Section):
     keys_file: Path | None = Field(
         None, description="API keys as hashes, with their limits; read again when it changes."
     )
-    key_hashes: tuple[str, ...] = Field(
-        (), description="Hashes of further keys; EXPERTMESH_API_KEYS becomes these."
+    key_hashes: tuple[Annotated[str, Field(pattern=HASH_PATTERN)], ...] = Field(
+        (), description="Hashes of further keys; EXPERTMESH_API_KEYS becomes these.", repr=False
     )
+
+    def with_hashes(self, hashes: tuple[str, ...]) -> "AuthSettings":
+        """With further keys, each once."""
+        known = tuple(dict.fromkeys((*self.key_hashes, *hashes)))
+        return self.model_copy(update={"key_hashes": known})
 
 
 class QueueSettings(_Section):
     """Requests beyond what the engines run at once wait here, fairly, or are told 429."""
 
     running: int | None = Field(
-        None, ge=1, description="Requests given to the engines at once. Unset: as many as come."
+        None,
+        ge=1,
+        description="Choices (prompts x n) given to the engines at once by one front door. Unset: "
+        "two for each state slot that the engines have together, which follows scaling.",
     )
-    waiting: int = Field(_LIMITS.requests, ge=0, description="Requests that may wait for a turn.")
+    # Less than Limits.requests, which refuses whoever comes: here the longest queue gives way.
+    waiting: int = Field(1024, ge=0, description="Requests that may wait for a turn.")
     wait_seconds: float = Field(600.0, gt=0, description="How long one may wait.")
 
 

@@ -26,6 +26,7 @@ from ray.serve import Application
 from expertmesh.actors.model.config import load_config
 from expertmesh.cluster.keeper import start_keeper
 from expertmesh.cluster.settings import ClusterSettings, RecoverySettings
+from expertmesh.deploy.auth.keyring import environment_hashes
 from expertmesh.deploy.edge_server import EdgeServer, open_grpc
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.front import Front
@@ -168,7 +169,7 @@ class MeshOwner:
 class AppSettings(BaseModel):
     """Arguments of `serve run` and of `args:` in a Serve config. Unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     mesh: ClusterSettings
     served_model_name: str | None = None
@@ -178,8 +179,12 @@ class AppSettings(BaseModel):
 
 
 def build_openai_app(args: dict[str, Any]) -> Application:
-    """Mesh and front door as one Serve application behind Serve's proxies."""
+    """Mesh and front door as one Serve application behind Serve's proxies.
+
+    Keys in EXPERTMESH_API_KEYS of this process count as well; only their hashes leave it.
+    """
     settings = AppSettings.model_validate(args)
+    auth = settings.edge.auth.with_hashes(environment_hashes(os.environ))
     mesh = settings.mesh
     parts: list[Any] = []
     if mesh.autoscale is not None and mesh.autoscale.attention is not None:
@@ -203,7 +208,7 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         namespace=mesh.namespace,
         recovery=mesh.recovery,
         admin_token=admin_token(),
-        edge=settings.edge,
+        edge=settings.edge.model_copy(update={"auth": auth}),
     )
     owner = _deployment(
         MeshOwner,

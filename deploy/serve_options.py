@@ -1,5 +1,6 @@
 """The options of `expertmesh serve`, and the settings that they make."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
@@ -19,6 +20,8 @@ from expertmesh.cluster.settings import (
     RebalanceSettings,
     RecoverySettings,
 )
+from expertmesh.deploy.auth.keyring import ENVIRONMENT, environment_hashes, open_keyring
+from expertmesh.deploy.auth.keys import KeysError
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 
@@ -153,13 +156,20 @@ def _one(flag: str, resource: str | None) -> dict[str, float]:
 
 
 def with_flags(edge: EdgeSettings, grpc_port: int | None, api_keys: Path | None) -> EdgeSettings:
-    """The sections of the file with what has a flag of its own."""
+    """The sections of the file with what has a flag or a variable of its own. Raises Refused, also
+    for keys that can not be used."""
     if grpc_port is not None:
         edge = edge.model_copy(update={"grpc": edge.grpc.model_copy(update={"port": grpc_port})})
-    if api_keys is not None:
-        auth = edge.auth.model_copy(update={"keys_file": api_keys.absolute()})
-        edge = edge.model_copy(update={"auth": auth})
-    return edge
+    auth, keys_file = edge.auth, api_keys or edge.auth.keys_file
+    if keys_file is not None:  # the front door may run in another folder
+        auth = auth.model_copy(update={"keys_file": keys_file.absolute()})
+    try:
+        auth = auth.with_hashes(environment_hashes(os.environ))
+        open_keyring(auth)
+    except KeysError as error:
+        raise Refused(ExitCode.USAGE, str(error)) from error
+    os.environ.pop(ENVIRONMENT, None)  # the processes that this one starts need no keys
+    return edge.model_copy(update={"auth": auth})
 
 
 def _limits(

@@ -167,7 +167,7 @@ def open_keyring(settings: AuthSettings) -> Keyring | None:
     return Keyring(settings)
 
 
-def take_hashes(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def environment_hashes(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Hashes of the keys in EXPERTMESH_API_KEYS, which commas separate. Raises KeysError when it is
     set and holds none: nobody who sets it means an open server."""
     if ENVIRONMENT not in environment:
