@@ -11,6 +11,7 @@ from expertmesh import __version__
 from expertmesh.deploy.auth.commands import keys
 from expertmesh.deploy.command import LOCAL_URL, URL, run_command
 from expertmesh.deploy.doctor.commands import doctor
+from expertmesh.deploy.ray.commands import cluster
 from expertmesh.deploy.routing.commands import routing
 from expertmesh.deploy.verify.commands import verify
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "EXPERTMESH"},
 )
 app.add_typer(routing, name="routing")
+app.add_typer(cluster, name="cluster")
 app.add_typer(keys, name="keys")
 app.command()(verify)
 app.command()(doctor)
