@@ -9,6 +9,7 @@ import typer
 
 from expertmesh import __version__
 from expertmesh.deploy.auth.commands import keys
+from expertmesh.deploy.bench.commands import bench
 from expertmesh.deploy.command import LOCAL_URL, URL, run_command
 from expertmesh.deploy.doctor.commands import doctor
 from expertmesh.deploy.ray.commands import cluster
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.add_typer(routing, name="routing")
 app.add_typer(cluster, name="cluster")
 app.add_typer(keys, name="keys")
+app.add_typer(bench, name="bench")
 app.command()(verify)
 app.command()(doctor)
 

@@ -20,3 +20,16 @@ def attn_res_mix(sources_NTH: Tensor, score_weight_H: Tensor, eps: float = 1e-5)
         mixed = sum((a * x for a, x in zip(alpha, v, strict=True)), torch.zeros_like(v[0]))
         out_TH[t] = mixed.to(sources_NTH.dtype)
     return out_TH
+
+
+def attn_res_mix_norm(
+    sources_NTH: Tensor,
+    score_weight_H: Tensor,
+    norm_weight_H: Tensor,
+    eps: float = 1e-5,
+    norm_eps: float = 1e-5,
+) -> Tensor:
+    """weight * m / sqrt(mean(m^2) + eps) of the mix m, which stays float32 into the norm."""
+    mixed_TH = attn_res_mix(sources_NTH.float(), score_weight_H, eps)
+    normed_TH = mixed_TH / torch.sqrt(mixed_TH.pow(2).mean(-1, keepdim=True) + norm_eps)
+    return (normed_TH * norm_weight_H.float()).to(sources_NTH.dtype)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.kernels.elementwise import constant
+from expertmesh.kernels.norm.torch_ops import inverse_rms
 
 
 def attn_res_mix(sources_NTH: Tensor, score_weight_H: Tensor, eps: float = 1e-5) -> Tensor:
@@ -25,3 +26,32 @@ def attn_res_mix(sources_NTH: Tensor, score_weight_H: Tensor, eps: float = 1e-5)
     alpha_T1N = torch.softmax(score_NT.t(), -1).unsqueeze(1)
     mixed_T1H = torch.bmm(alpha_T1N, v_NTH.transpose(0, 1))
     return mixed_T1H.squeeze(1).to(sources_NTH.dtype)
+
+
+def attn_res_mix_norm(
+    sources_NTH: Tensor,
+    score_weight_H: Tensor,
+    norm_weight_H: Tensor,
+    eps: float = 1e-5,
+    norm_eps: float = 1e-5,
+) -> Tensor:
+    """The mix and the RMSNorm that follows it, in one operator; float32 from end to end.
+
+    No product of the sources' size is written: the scores are one matrix-vector product, and the
+    norm works in place on the mix. That product takes rows in groups, so the last bits of a token
+    depend on its place in the batch; the model, which promises that they do not, uses
+    `attn_res_mix` and `rms_norm`. Returns [T, H] in the sources' dtype.
+    """
+    count, tokens, width = sources_NTH.shape
+    v_NTH = sources_NTH.float()
+    if count == 1:
+        normed_TH = torch.mul(v_NTH[0], inverse_rms(v_NTH[0], norm_eps))
+    else:
+        norm_NT = torch.linalg.vector_norm(v_NTH, dim=-1)
+        mean_square_NT = torch.addcmul(constant(eps), norm_NT, norm_NT, value=1.0 / width)
+        score_NT = torch.mv(v_NTH.reshape(count * tokens, width), score_weight_H)
+        score_NT = score_NT.view(count, tokens).mul_(mean_square_NT.rsqrt_())
+        alpha_T1N = torch.softmax(score_NT.t(), -1).unsqueeze(1)
+        normed_TH = torch.bmm(alpha_T1N, v_NTH.transpose(0, 1)).squeeze(1)
+        normed_TH.mul_(inverse_rms(normed_TH, norm_eps))
+    return normed_TH.mul_(norm_weight_H).to(sources_NTH.dtype)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertmesh.kernels.attn_res import reference, torch_ops
+from expertmesh.kernels.norm.torch_ops import rms_norm
 from tests.kernels.checks import assert_close, assert_rows_alone, randn
 
 
@@ -48,3 +49,30 @@ def test_only_the_running_prefix_of_a_buffer_is_read() -> None:
 def test_tokens_do_not_depend_on_companions(count: int, width: int) -> None:
     sources, weight = randn(count, 40, width), randn(width, seed=1)
     assert_rows_alone(lambda rows: torch_ops.attn_res_mix(sources[:, rows].contiguous(), weight))
+
+
+@given(
+    count=st.integers(1, 9),
+    tokens=st.integers(0, 7),
+    width=st.integers(1, 70),
+    sharp=st.sampled_from([0.1, 1.0, 30.0]),
+    seed=st.integers(0, 99),
+)
+def test_mix_and_norm_in_one(count: int, tokens: int, width: int, sharp: float, seed: int) -> None:
+    sources = randn(count, tokens, width, seed=seed) * 3
+    sources[count // 2] = 0.0
+    weight, norm = randn(width, seed=seed + 1) * sharp / width, randn(width, seed=seed + 2)
+    kept = sources.clone()
+    # An epsilon of the mix's own size: a mix near zero would only show rounding.
+    expected = reference.attn_res_mix_norm(sources, weight, norm, norm_eps=1e-2)
+    assert_close(torch_ops.attn_res_mix_norm(sources, weight, norm, norm_eps=1e-2), expected, 1e-4)
+    unfused = rms_norm(torch_ops.attn_res_mix(sources, weight), norm, 1e-2)
+    assert_close(torch_ops.attn_res_mix_norm(sources, weight, norm, norm_eps=1e-2), unfused, 1e-4)
+    assert torch.equal(sources, kept)
+
+
+def test_mix_and_norm_of_bf16_and_of_a_buffers_prefix() -> None:
+    buffer, weight, norm = randn(6, 20, 64).bfloat16(), randn(64, seed=1) / 8, randn(64, seed=2)
+    buffer[4:] = float("nan")
+    got = torch_ops.attn_res_mix_norm(buffer[:4], weight, norm)
+    assert_close(got, reference.attn_res_mix_norm(buffer[:4], weight, norm), 2**-7)

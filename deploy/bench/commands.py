@@ -1,0 +1,48 @@
+"""`expertmesh bench`. Only typer is imported here, for `--help`."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from expertmesh.deploy.command import run_command
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure one part of the server on this machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+BUNDLED = Path(__file__).resolve().parents[1] / "models" / "nano"
+
+
+@bench.callback()
+def root() -> None:
+    """Measure one part of the server on this machine."""
+
+
+@bench.command()
+def residual(
+    model: Annotated[
+        Optional[Path],  # noqa: UP045 (typer reads it)
+        typer.Option(help="Checkpoint whose shape is taken beside K3's. Default: the bundled one."),
+    ] = None,
+    tokens: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(min=1, max=1024, help="Rows of the step; may be repeated. Default: 1, 8, 32."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Each way once per round, in turn.")] = 15,
+    threads: Annotated[int, typer.Option(min=1, help="An actor of a mesh has one or few.")] = 1,
+    k3: Annotated[bool, typer.Option("--k3/--no-k3", help="K3's shape: 187 sites of 7168.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Attention Residuals of a decode step: mix and norm as one operator against two.
+
+    Operators and bytes are counted from the code as it runs, times are taken in turn in one run,
+    on the CPU. Exit codes: 0 measured and equal in float32, 1 the results differ, 2 wrong usage,
+    3 no such model.
+    """
+    from expertmesh.deploy.bench.report import run_residual
+
+    folder = (model or BUNDLED).absolute()
+    run_command(run_residual, folder, tokens or [1, 8, 32], rounds, threads, k3, as_json)

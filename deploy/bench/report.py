@@ -1,0 +1,76 @@
+"""What `expertmesh bench` prints."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from expertmesh.deploy.bench.pairs import Spread
+from expertmesh.deploy.bench.residual import K3, Result, Shape, compare, conditions
+from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.deploy.preflight import check_folder, size_text
+
+NOTE = (
+    "The model uses the unfused pair: it gives a token the same bits in any batch, which the fused "
+    "operator does not."
+)
+
+
+def run_residual(
+    model: Path, tokens: list[int], rounds: int, threads: int, with_k3: bool, as_json: bool
+) -> None:
+    """Raises Refused, or Exit with FAILED when the two disagree."""
+    shape = Shape.of(model.name, check_folder(model))
+    if shape is None:
+        raise Refused(ExitCode.USAGE, f"{model.name} has ordinary residuals: nothing is mixed")
+    torch.set_num_threads(threads)
+    shapes = [K3, shape] if with_k3 else [shape]
+    results = [compare(one, rows, rounds) for one in shapes for rows in tokens]
+    agreed = all(one.equal for one in results)
+    if as_json:
+        report: dict[str, Any] = {
+            "bench": "residual", "conditions": conditions(), "results": results, "note": NOTE,
+        }  # fmt: skip
+        print(msgspec.json.encode(report).decode())
+    else:
+        _print(results, agreed)
+    raise typer.Exit(ExitCode.OK if agreed else ExitCode.FAILED)
+
+
+def _print(results: list[Result], agreed: bool) -> None:
+    console = Console(highlight=False)
+    facts = ", ".join(f"{key} {value}" for key, value in conditions().items())
+    table = Table(
+        "model", "rows", "sites", "sources", "operators", "bytes moved", "unfused", "fused",
+        "time", "difference", title="one decode step, fused / unfused",
+    )  # fmt: skip
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in results:
+        table.add_row(
+            one.shape.name,
+            str(one.tokens),
+            str(one.sites),
+            f"2 to {one.most_sources}",
+            f"{one.fused.operators} / {one.unfused.operators}",
+            f"{size_text(one.fused.bytes_moved)} / {size_text(one.unfused.bytes_moved)}",
+            _milliseconds(one.seconds.second),
+            _milliseconds(one.seconds.first),
+            f"{one.seconds.ratio.median:.2f} ({one.seconds.ratio.low:.2f} to "
+            f"{one.seconds.ratio.high:.2f})",
+            f"{one.difference:.1e}",
+            style=None if one.equal else "red",
+        )
+    console.print(table)
+    rounds = results[0].seconds.rounds
+    console.print(f"medians and quartiles of {rounds} rounds, in turn; {facts}")
+    console.print("equal in float32" if agreed else "[red]the two disagree[/]")
+    console.print(NOTE)
+
+
+def _milliseconds(spread: Spread) -> str:
+    return f"{spread.median * 1e3:.2f} ms"
