@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from expertmesh.actors.attention.messages import GenerateRequest
-from expertmesh.deploy.admission.capacity import LOOK_SECONDS, Capacity
+from expertmesh.deploy.admission.capacity import Capacity
 from expertmesh.deploy.admission.fair_queue import FairQueue, Place
 from expertmesh.deploy.admission.meter import Meter
 from expertmesh.deploy.auth.keys import ApiKey
@@ -176,17 +176,19 @@ class Admission:
 
     def _look(self) -> None:
         """Keeps the capacity up to date while requests come or wait, and only then."""
-        if self._looking is None and self._capacity.stale:
+        wanted = not self._capacity.fixed and (self._queue or self._capacity.stale)
+        if wanted and self._looking is None:
             self._looking = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
         try:
-            await self._capacity.look()
-            self._pump()
-            while self._queue:
-                await asyncio.sleep(LOOK_SECONDS)
-                await self._capacity.look()
-                self._pump()
+            while True:
+                if self._capacity.stale:
+                    await self._capacity.look()
+                    self._pump()
+                if not self._queue:
+                    return
+                await asyncio.sleep(self._capacity.period)
         finally:
             self._looking = None
 
