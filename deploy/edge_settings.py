@@ -60,6 +60,11 @@ class HttpSettings(_Section):
     idle_seconds: int = Field(
         90, gt=0, description="A connection without a request is kept this long."
     )
+    drain_file: Path | None = Field(
+        None,
+        description="While this file exists, /ready is red and each answer closes its connection, "
+        "but nothing is refused: how a load balancer's target leaves.",
+    )
     tls: TlsSettings | None = None
 
 

@@ -70,6 +70,13 @@ class Front:
         """Set when the server stops: what runs may end, nothing new is taken."""
         return self._draining
 
+    @property
+    def leaving(self) -> bool:
+        """Whether clients should go elsewhere from their next request on: the server stops, or
+        the drain file announces it."""
+        file = self.edge.http.drain_file
+        return self._draining or (file is not None and file.exists())
+
     def drain(self) -> None:
         """From now on `draining`; what waits for a turn is refused. For any thread, and for signal
         handlers."""

@@ -68,6 +68,12 @@ def table(values: Iterator[Value]) -> str:
     return "\n".join(rows)
 
 
+def _flow(value: Any) -> str:
+    """On one line, as in values.yaml."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+    return text.removesuffix("...\n").strip()
+
+
 def readme() -> str:
     """README.md with a table that is up to date."""
     text = (CHART / "README.md").read_text(encoding="utf-8")

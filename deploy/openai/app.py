@@ -1,8 +1,8 @@
 """The OpenAI-compatible application: routes over an EngineClient, and nothing that computes."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 import orjson
@@ -17,7 +17,9 @@ from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.auth.guard import KeyGuard
 from expertmesh.deploy.auth.origins import Origins
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.openai import answers, chat, completions
+from expertmesh.deploy.observability.page import Dashboard
+from expertmesh.deploy.observability.scrape import Scrape
+from expertmesh.deploy.openai import answers, chat, completions, constraints
 from expertmesh.deploy.openai.admin import Admin, RebalanceRequest, RecordRequest, ScaleRequest
 from expertmesh.deploy.openai.body import read_json
 from expertmesh.deploy.openai.errors import ApiError, bad, from_validation, unavailable, unsupported
@@ -55,16 +57,18 @@ def build_app(
     lifespan: what must live as long as the app, on its event loop (a client's connections).
     behind_proxy: Serve's proxy answers with X-Request-Id itself.
     """
+    admin = admin or Admin(None)
+    scrape = Scrape(front, admin)
+    dashboard = Dashboard(front, scrape, admin)
     app = FastAPI(
         title="ExpertMesh",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # clients do not follow a 307 of a POST; a 404 says what is wrong
-        lifespan=lifespan,
+        lifespan=_watched(lifespan, dashboard),
     )
-    admin = admin or Admin(None)
-    door = Endpoints(front, admin)
+    door = Endpoints(front)
     # The last one added is the outermost. Origins outside of Edge, so that browsers may read also
     # what it answers itself; keys inside of it, so that a 401 has a request id.
     if front.keyring is not None:
@@ -104,7 +108,9 @@ def build_app(
     get("/ready", door.ready, answers.Ready)
     get("/load", door.load, answers.Load)
     get("/version", door.version, answers.Version)
-    get("/metrics", door.metrics, None, media_type=CONTENT_TYPE_LATEST)
+    get("/metrics", scrape.metrics, None, media_type=CONTENT_TYPE_LATEST)
+    get("/dashboard", dashboard.page, None, media_type="text/html")
+    get("/dashboard/data", dashboard.data, answers.DashboardData)
     get("/mesh", admin.status, answers.Mesh, errors=(404,))
     get("/mesh/routing", admin.routing, answers.Mesh, errors=(404,))
     managing = (*BODY, 404)
@@ -116,6 +122,20 @@ def build_app(
     )  # fmt: skip
     described.install(app)
     return app
+
+
+def _watched(lifespan: Lifespan | None, dashboard: Dashboard) -> Lifespan:
+    """The dashboard samples for as long as the app lives, whatever else does."""
+
+    @asynccontextmanager
+    async def both(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            if lifespan is not None:
+                await stack.enter_async_context(lifespan(app))
+            await stack.enter_async_context(dashboard.running())
+            yield
+
+    return both
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
@@ -142,8 +162,8 @@ def _json(value: Any, status: int = 200) -> Response:
 class Endpoints:
     """Every failure leaves as an ApiError."""
 
-    def __init__(self, front: Front, admin: Admin) -> None:
-        self._front, self._admin = front, admin
+    def __init__(self, front: Front) -> None:
+        self._front = front
         self._served = front.served
 
     async def completions(self, request: Request) -> Response:
@@ -170,6 +190,7 @@ class Endpoints:
                 generation, early_stop = (
                     await asyncio.to_thread(prepare, body) if heavy else prepare(body)
                 )
+                await constraints.admit(generation.grammars, self._served)
         except ApiError as error:
             self._front.telemetry.failed(error)
             raise
@@ -208,6 +229,8 @@ class Endpoints:
 
     async def ready(self) -> Response:
         ready, reason = self._front.ready()
+        if ready and self._front.leaving:
+            ready, reason = False, "the server is about to stop"
         if not ready:
             raise unavailable(reason)
         return _json({"status": "ready", "model": self._served.name})
@@ -231,11 +254,6 @@ class Endpoints:
     async def version(self) -> Response:
         return _json({"version": __version__})
 
-    async def metrics(self) -> Response:
-        engines, mesh = await asyncio.gather(self._front.client.stats(), self._admin.stats())
-        text = self._front.telemetry.exposition(engines, mesh)
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
-
     async def _tokenizing(
         self, request: Request, model: type[Tokenizing], param: str
     ) -> tuple[Tokenizing, bool, Tokenizer]:
@@ -256,7 +274,10 @@ class Endpoints:
             if parsed.prompt is not None:
                 return tokenizer.encode(parsed.prompt)
             thinking = chat.effort(parsed.chat_template_kwargs, None)
-            return chat.render(parsed.messages, parsed.tools, thinking, None, self._served)
+            turn = chat.render(
+                parsed.messages, parsed.tools, thinking, self._served, tool_choice=None
+            )
+            return turn.prompt_ids
 
         ids = await asyncio.to_thread(encode) if heavy else encode()
         answer: dict[str, Any] = {
@@ -283,6 +304,10 @@ class Endpoints:
 def _validate(model: type[Model], body: dict[str, Any]) -> Model:
     if issubclass(model, SamplingRequest):
         for key in body:
+            if key in SamplingRequest.renamed:
+                raise bad(
+                    f"'{key}' is now {SamplingRequest.renamed[key]}", key, "unknown_parameter"
+                )
             if key in SamplingRequest.unsupported:
                 raise unsupported(key, key)
     try:

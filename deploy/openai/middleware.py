@@ -48,7 +48,7 @@ class Edge:
                 headers = MutableHeaders(scope=message)
                 if self._tag:
                     headers["x-request-id"] = state["request_id"]
-                if self._front.draining or message["status"] == 408:
+                if self._front.leaving or message["status"] == 408:
                     headers["connection"] = "close"
             elif head:
                 message = {**message, "body": b""}

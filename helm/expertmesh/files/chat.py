@@ -1,4 +1,4 @@
-"""What `helm test` runs: the release is ready, and answers a chat request. Standard library only."""
+"""What `helm test` runs: the release is ready and answers a chat request. No library needed."""
 
 import json
 import os

@@ -1,10 +1,11 @@
 #!/bin/bash
-# usage: drain.sh ENDPOINT_SECONDS LIMIT_SECONDS PORT...
-# Waits ENDPOINT_SECONDS for load balancers to forget this pod, then until no client is connected to
-# any of the ports, at most LIMIT_SECONDS. Reads /proc/net/tcp, so it needs nothing but bash.
+# usage: drain.sh FILE ENDPOINT_SECONDS LIMIT_SECONDS PORT...
+# Makes FILE, which tells the server to close each connection with its answer. Waits ENDPOINT_SECONDS
+# for load balancers to forget this pod, then until no client is connected to any of the ports, at
+# most LIMIT_SECONDS. Reads /proc/net/tcp, so it needs nothing but bash.
 set -u
-endpoint=$1 limit=$2
-shift 2
+file=$1 endpoint=$2 limit=$3
+shift 3
 ports=$(printf ':%04X ' "$@")
 
 # Established (01) connections to the ports from other hosts; loopback is this pod's own.
@@ -20,6 +21,7 @@ clients() {
   return 1
 }
 
+touch "$file"
 sleep "$endpoint"
 SECONDS=0
 while clients && ((SECONDS < limit)); do

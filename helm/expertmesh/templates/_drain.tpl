@@ -7,6 +7,10 @@ that only after a while, so it goes on answering; then the open connections may 
 {{- end }}
 {{- end -}}
 
+{{- define "expertmesh.drainFile" -}}
+/tmp/expertmesh-leaving
+{{- end -}}
+
 {{- define "expertmesh.drainSeconds" -}}
 {{- add .Values.drain.endpointSeconds .Values.drain.seconds -}}
 {{- end -}}

@@ -77,6 +77,10 @@ autoscale:
 
 {{- define "expertmesh.edge" -}}
 {{- $v := .Values -}}
+{{- if $v.drain.enabled }}
+http:
+  drain_file: {{ include "expertmesh.drainFile" . }}
+{{- end }}
 {{- if $v.grpc.enabled }}
 grpc:
   host: 0.0.0.0
