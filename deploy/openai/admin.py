@@ -44,6 +44,8 @@ class Mesh(Protocol):
 
     async def routing_report(self) -> dict[str, Any]: ...
 
+    async def routing_overview(self) -> bytes: ...
+
     async def record_routing(self, seconds: float, tokens: int) -> bytes: ...
 
     async def stats(self) -> bytes: ...
@@ -87,6 +89,18 @@ class Admin:
     def __init__(self, mesh: Mesh | None, token: str | None = None) -> None:
         """mesh: None for a server without one. token: what callers must bear."""
         self._mesh, self._token = mesh, token
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self._mesh
+
+    def trusts(self, request: Request) -> bool:
+        """Whether whoever asks may see where the mesh's processes run."""
+        try:
+            self._allowed(request)
+        except ApiError:
+            return False
+        return True
 
     async def status(self, request: Request) -> Response:
         mesh = self._allowed(request)

@@ -237,6 +237,13 @@ class Version(Answer):
     version: str
 
 
+class DashboardData(BaseModel):
+    """What the page at /dashboard draws; for nobody else."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Any]
+
+
 class Mesh(BaseModel):
     """What the mesh's keeper answers; grows with it."""
 

@@ -174,12 +174,16 @@ class Telemetry:
         return text(_WithoutCreated(self.registry))
 
     def totals(self) -> dict[str, float]:
-        """Sums of this front door's counters: answers (choices) and failures (requests)."""
-        counters = {"answers": self._success, "failures": self._failures}
-        return {
-            name: sum(s.value for s in _samples(counter) if s.name.endswith("_total"))
-            for name, counter in counters.items()
-        }
+        """Sums of this front door's counters. answers: choices that ended well. errors: requests
+        that failed by the server's doing; others: by the client's, cancelled ones included."""
+        found = {"answers": 0.0, "errors": 0.0, "others": 0.0}
+        for counter in (self._success, self._failures):
+            for sample in _samples(counter):
+                if sample.name.endswith("_total"):
+                    kind = sample.labels.get("error_type", "")
+                    mine = "errors" if kind in metrics.SERVER_ERRORS else "others"
+                    found[mine if kind else "answers"] += sample.value
+        return found
 
     def latencies(self) -> dict[str, timings.Histogram]:
         """Of streams: time to the first token, and between tokens, since the start."""
