@@ -1,11 +1,11 @@
-"""Tool-call arguments: between one JSON object (OpenAI) and a list of typed elements (K3).
+"""Tool-call arguments of a history: one JSON object (OpenAI) as a list of typed elements (K3).
 
-Both directions keep the literal text of numbers, objects and arrays: `1e2` stays `1e2`, because a
-re-serialised history is a different prompt (k3-model.md 4.2, "prefer the newer behaviour").
+The literal text of numbers, objects and arrays is kept: `1e2` stays `1e2`, because a re-serialised
+history is a different prompt (k3-model.md 4.2, "prefer the newer behaviour"). What a model writes
+goes the other way in chat_calls.py.
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,21 +75,3 @@ def _split(text: str) -> list[Argument]:
     if skip(at + 1) != len(text):
         raise ValueError("text after the object")
     return members
-
-
-def join_object(arguments: Iterable[Argument]) -> str:
-    """One JSON object text. A later argument of the same key replaces the earlier.
-
-    A value that is not what its type says (a model's mistake) becomes a JSON string, so that the
-    result is always valid JSON.
-    """
-    members: dict[str, str] = {}
-    for argument in arguments:
-        literal = argument.type != "string" and is_json(argument.text)
-        members[argument.key] = (
-            argument.text.strip(_SPACE)
-            if literal
-            else json.dumps(argument.text, ensure_ascii=False)
-        )
-    pairs = (f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in members.items())
-    return "{" + ", ".join(pairs) + "}"

@@ -1,7 +1,8 @@
 """The Kimi-K2 style template of the 48B family: `<|im_user|>user<|im_middle|>text<|im_end|>`.
 
-Plain conversations only. Tools, response formats and reasoning belong to K3's format; they are
-refused here, not dropped. No default system message is added.
+Plain conversations only. Tools and reasoning belong to K3's format; tools are refused here, not
+dropped. The template has no words for a response format; a grammar alone sees to it. No default
+system message is added.
 """
 
 from expertmesh.actors.model.chat_messages import ChatError, Message

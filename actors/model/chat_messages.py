@@ -12,6 +12,7 @@ Rules where OpenAI's documents are silent:
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,7 +187,12 @@ def parse_tools(tools: Any, path: str = "tools") -> tuple[dict[str, Any], ...]:
         return ()
     if not isinstance(tools, list):
         raise ChatError(path, f"must be an array, got {quote(tools)}")
-    return tuple([_tool(tool, f"{path}[{i}]") for i, tool in enumerate(tools)])
+    checked = tuple([_tool(tool, f"{path}[{i}]") for i, tool in enumerate(tools)])
+    names = [tool["function"]["name"] for tool in checked]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ChatError(f"{path}[{i}].function.name", f"{quote(name)} is there twice")
+    return checked
 
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
@@ -204,15 +210,17 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise ChatError(f"{where}.parameters", "must be a JSON schema object")
+    if function.get("strict") not in (None, True, False):
+        raise ChatError(f"{where}.strict", "must be true or false")
     kept = {key: value for key, value in function.items() if value is not None}
     return {key: value for key, value in tool.items() if value is not None} | {"function": kept}
 
 
-def parse_tool_choice(choice: Any, tools: tuple[dict[str, Any], ...]) -> str | None:
+def parse_tool_choice(choice: Any, tools: Sequence[str]) -> str | None:
     """What the prompt must say about tools: None (auto), "none", "required" or `function:NAME`.
 
     Args:
-        tools: every declared tool, those of system messages included.
+        tools: the name of every declared tool, those of system messages included.
     """
     if choice is None or choice == "none":
         # Without tools, "none" is true by itself; clients send it as a default.
@@ -229,7 +237,7 @@ def parse_tool_choice(choice: Any, tools: tuple[dict[str, Any], ...]) -> str | N
         raise ChatError("tool_choice", "needs tools in the request")
     if not named:
         return None if choice == "auto" else "required"
-    if name not in (tool["function"]["name"] for tool in tools):
+    if name not in tools:
         raise ChatError("tool_choice.function.name", f"no tool is named {quote(name)}")
     return f"function:{name}"
 

@@ -8,8 +8,9 @@ An answer is a row of elements: think (opened by the prompt), response, tools. W
 - `<|close|>response` without a `<|close|>think` (seen on very long prompts): the text was the
   answer. It was streamed as reasoning by then; it is sent as content too.
 - Text between think and response counts as content; text after the elements is dropped.
-- Calls outside a tools element count; a tools element need not end; an argument left open ends
-  with its call. A call without a tool name, or cut off before its close, is dropped.
+- Calls outside a tools element count; neither calls nor their arguments need to be closed when the
+  answer ends by itself. A call without a tool name is dropped. One that max_tokens cuts off stays
+  as far as it came, with arguments that are no JSON: a stream has shown it by then.
 - A marker that never becomes a tag loses the marker and keeps its text.
 Without K3's markers (the 48B family) everything is content.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from expertmesh.actors.model import chat_xtml
-from expertmesh.actors.model.chat_arguments import Argument, is_json, join_object
+from expertmesh.actors.model.chat_calls import CallDelta, CallWriter
 from expertmesh.actors.model.tokenizer import Tokenizer
 
 MAX_TAG_BYTES = 2048  # a longer "tag" is text after a stray marker
@@ -31,45 +32,16 @@ Section = Literal["think", "between", "response", "tools", "after"]
 _ELEMENTS: dict[str, Section] = {"think": "think", "response": "response", "tools": "tools"}
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A finished call. `index` counts from 0 in the answer; `arguments` is JSON text.
-
-    `arguments` is the model's raw text when it wrote an unreadable `json` element.
-    """
-
-    index: int
-    id: str
-    name: str
-    arguments: str
-
-
 @dataclass(slots=True)
 class ChatDelta:
     """What one push adds to the answer. False when it adds nothing."""
 
     reasoning: str = ""
     content: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[CallDelta] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)
-
-
-@dataclass(slots=True)
-class _OpenCall:
-    name: str
-    arguments: list[Argument] = field(default_factory=list)
-    json_text: str | None = None
-
-
-@dataclass(slots=True)
-class _OpenValue:
-    """An argument or json element whose body is being read. `key` is None for json."""
-
-    key: str | None
-    type: str
-    text: list[str] = field(default_factory=list)
 
 
 def kimi_call_id(name: str, index: int) -> str:
@@ -86,17 +58,19 @@ class ChatParser:
         thinking: bool,
         *,
         tools_allowed: bool = True,
+        typed: bool = False,
         call_id: Callable[[str, int], str] = kimi_call_id,
     ) -> None:
         """
         Args:
             thinking: whether the prompt ended inside think (else inside response).
             tools_allowed: False drops calls (tool_choice "none").
+            typed: a grammar keeps arguments to their types.
             call_id: makes the id of a call from its name and index.
         """
         self.reasoning_tokens = 0  # ids inside think, for usage
         self._tokenizer = tokenizer
-        self._tools_allowed = tools_allowed
+        self._tools_allowed, self._typed = tools_allowed, typed
         self._call_id = call_id
         structured = chat_xtml.has_markers(tokenizer)
         self._open, self._close, self._sep, self._end = (
@@ -108,12 +82,11 @@ class ChatParser:
         self._tag_closes = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._reasoning: list[str] = []
-        self._call: _OpenCall | None = None
-        self._value: _OpenValue | None = None
+        self._call: CallWriter | None = None
         self._calls = 0
         self._reasoning_out: list[str] = []  # what the next delta carries
         self._content_out: list[str] = []
-        self._calls_out: list[ToolCall] = []
+        self._calls_out: list[CallDelta] = []
 
     def push(self, ids: Sequence[int]) -> ChatDelta:
         """What these ids add to the answer."""
@@ -121,11 +94,16 @@ class ChatParser:
             self._take(token_id)
         return self._flush()
 
-    def finish(self) -> ChatDelta:
-        """The rest: half a character shows as U+FFFD; half a tag or call is dropped."""
+    def finish(self, cut: bool = False) -> ChatDelta:
+        """The rest: half a character shows as U+FFFD; half a tag is dropped.
+
+        cut: the answer has not ended by itself; an open call stays open.
+        """
         if self._tag is None:
             self._end_text()
         self._tag = None
+        if not cut:
+            self._end_call()
         return self._flush()
 
     def _flush(self) -> ChatDelta:
@@ -142,7 +120,7 @@ class ChatParser:
         elif token_id == self._end:
             self._abandon_tag()
             self._end_text()
-            self._section, self._value, self._call = "after", None, None
+            self._enter("after")
         elif self._tokenizer.is_special(token_id):
             return  # no reserved or end marker shows in an answer
         elif self._tag is None:
@@ -182,16 +160,14 @@ class ChatParser:
 
     def _on_open(self, name: str, attributes: dict[str, str]) -> None:
         if name in _ELEMENTS:
-            self._section, self._value, self._call = _ELEMENTS[name], None, None
+            self._enter(_ELEMENTS[name])
         elif name == "call":
-            self._section, self._value = "tools", None
-            self._call = _OpenCall(attributes.get("tool", ""))
+            self._enter("tools")
+            self._start_call(attributes.get("tool", ""))
         elif name == "argument" and self._call is not None:
-            self._end_value()
-            self._value = _OpenValue(attributes.get("key", ""), attributes.get("type", ""))
+            self._call.open_argument(attributes.get("key", ""), attributes.get("type", ""))
         elif name == "json" and self._call is not None:
-            self._end_value()
-            self._value = _OpenValue(None, "object")
+            self._call.open_json()
 
     def _on_close(self, name: str) -> None:
         if name == "think" and self._section == "think":
@@ -200,33 +176,34 @@ class ChatParser:
             self._content_out += self._reasoning
             self._section = "after"
         elif name in ("response", "tools", "message") and self._section != "think":
-            self._section, self._value, self._call = "after", None, None
-        elif name in ("argument", "json"):
-            self._end_value()
+            self._enter("after")
+        elif name in ("argument", "json") and self._call is not None:
+            self._call.close_value()
         elif name == "call":
             self._end_call()
 
-    def _end_value(self) -> None:
-        value, self._value = self._value, None
-        if value is None or self._call is None:
+    def _enter(self, section: Section) -> None:
+        self._end_call()
+        self._section = section
+
+    def _start_call(self, name: str) -> None:
+        if not name or not self._tools_allowed:
             return
-        text = "".join(value.text)
-        if value.key is None:
-            self._call.json_text = text
+        index = self._calls
+        self._calls += 1
+        self._calls_out.append(CallDelta(index, "", self._call_id(name, index), name))
+        self._call = CallWriter(lambda piece: self._send_arguments(index, piece), self._typed)
+
+    def _send_arguments(self, index: int, piece: str) -> None:
+        if self._calls_out and self._calls_out[-1].index == index:
+            self._calls_out[-1].arguments += piece
         else:
-            self._call.arguments.append(Argument(value.key, value.type, text))
+            self._calls_out.append(CallDelta(index, piece))
 
     def _end_call(self) -> None:
-        self._end_value()
         call, self._call = self._call, None
-        if call is None or not call.name or not self._tools_allowed:
-            return
-        arguments = join_object(call.arguments) if call.json_text is None else call.json_text
-        if call.json_text is not None and is_json(arguments):
-            arguments = arguments.strip()
-        call_id = self._call_id(call.name, self._calls)
-        self._calls_out.append(ToolCall(self._calls, call_id, call.name, arguments))
-        self._calls += 1
+        if call is not None:
+            call.close()
 
     def _emit(self, text: str) -> None:
         """Text of the innermost open element."""
@@ -234,8 +211,8 @@ class ChatParser:
             text = text.lstrip()  # tags may stand on lines of their own
         if not text:
             return
-        if self._value is not None:
-            self._value.text.append(text)
+        if self._call is not None:
+            self._call.text(text)
         elif self._section == "think":
             self._reasoning.append(text)
             self._reasoning_out.append(text)

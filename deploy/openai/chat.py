@@ -1,14 +1,23 @@
 """POST /v1/chat/completions: messages in; reasoning, content and tool calls out."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
 
 from expertmesh.actors.attention.messages import TokenLogprobs, TokenOutput
-from expertmesh.actors.model.chat import ChatDelta, ChatError, ChatParser, ToolCall, render_chat
+from expertmesh.actors.model.chat import (
+    CallDelta,
+    ChatDelta,
+    ChatError,
+    ChatParser,
+    ChatTurn,
+    prepare_chat,
+)
 from expertmesh.actors.model.stop_strings import StopStringMatcher
 from expertmesh.actors.model.tokenizer import Tokenizer
-from expertmesh.deploy.openai.errors import bad, unsupported
+from expertmesh.deploy.openai import constraints
+from expertmesh.deploy.openai.errors import bad
 from expertmesh.deploy.openai.generation import Generation
 from expertmesh.deploy.openai.logprobs import TokenSpelling, chat_logprobs
 from expertmesh.deploy.openai.protocol import ChatRequest, ChatTemplateOptions
@@ -28,8 +37,6 @@ def prepare(request: ChatRequest, served: ServedModel) -> "ChatGeneration":
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise bad("max_tokens and max_completion_tokens disagree", "max_completion_tokens")
-    if not request.parallel_tool_calls:
-        raise unsupported("parallel_tool_calls", "parallel_tool_calls false")
     return ChatGeneration(request, served)
 
 
@@ -55,20 +62,31 @@ def effort(options: ChatTemplateOptions, reasoning_effort: str | None) -> str | 
 
 
 def render(
-    messages: Any, tools: Any, thinking: str | None, tool_choice: Any, served: ServedModel
-) -> list[int]:
-    """Prompt ids. Raises ApiError naming the first bad value by its path."""
+    messages: Any, tools: Any, thinking: str | None, served: ServedModel, **more: Any
+) -> ChatTurn:
+    """The turn to generate; more: see prepare_chat. Raises ApiError naming the first bad value by
+    its path."""
     tokenizer = chat_tokenizer(served)
     if isinstance(tools, list) and len(tools) > served.limits.tools:
         raise bad(f"at most {served.limits.tools} tools, not {len(tools)}", "tools")
     try:
-        ids = render_chat(messages, tools, thinking, tool_choice, tokenizer)
+        return prepare_chat(messages, tools, thinking, tokenizer=tokenizer, **more)
     except ChatError as error:
         raise bad(error.message, error.param) from None
-    if tool_choice not in (None, "auto", "none"):
-        # Only a constrained decoder can promise a call; a prompt that asks for one can not.
-        raise unsupported("tool_choice", "tool_choice other than auto and none")
-    return ids
+
+
+def _turn(request: ChatRequest, thinking: str | None, served: ServedModel) -> ChatTurn:
+    wanted = request.response_format
+    return render(
+        request.messages,
+        request.tools,
+        thinking,
+        served,
+        tool_choice=request.tool_choice,
+        response_format=None if wanted is None else wanted.model_dump(),
+        body=constraints.asked(request, served),
+        parallel=request.parallel_tool_calls,
+    )
 
 
 def chat_tokenizer(served: ServedModel) -> Tokenizer:
@@ -89,8 +107,11 @@ class ChatChoice:
     leave neither a thought nor a call.
     """
 
-    def __init__(self, request: ChatRequest, tokenizer: Tokenizer, thinking: bool) -> None:
-        self.parser = ChatParser(tokenizer, thinking, tools_allowed=request.tool_choice != "none")
+    def __init__(
+        self, request: ChatRequest, tokenizer: Tokenizer, thinking: bool, typed: bool
+    ) -> None:
+        allowed = request.tool_choice != "none"
+        self.parser = ChatParser(tokenizer, thinking, tools_allowed=allowed, typed=typed)
         self._matcher = (
             StopStringMatcher(request.stop, request.include_stop_str_in_output)
             if request.stop
@@ -144,7 +165,7 @@ class ChatChoice:
         return total, len(ids)
 
     def _end(self, delta: ChatDelta) -> None:
-        rest = self.parser.finish()
+        rest = self.parser.finish(cut=self.finish == "length")
         delta.reasoning += rest.reasoning
         delta.tool_calls += rest.tool_calls
         if self._matcher is None:
@@ -164,9 +185,11 @@ class ChatGeneration(Generation):
     def __init__(self, request: ChatRequest, served: ServedModel) -> None:
         super().__init__(request, served, "chatcmpl", "chat.completion")
         thinking = effort(request.chat_template_kwargs, request.reasoning_effort)
-        self._prompt_ids = render(
-            request.messages, request.tools, thinking, request.tool_choice, served
-        )
+        turn = _turn(request, thinking, served)
+        self._prompt_ids = turn.prompt_ids
+        self.grammars += turn.schemas
+        if turn.constraint is not None:
+            self.grammars.append(turn.constraint)
         asked, param = request.max_completion_tokens, "max_completion_tokens"
         if asked is None:
             asked, param = request.max_tokens, "max_tokens"
@@ -177,12 +200,13 @@ class ChatGeneration(Generation):
         if request.logprobs:
             self._top = min(request.top_logprobs or 0, served.vocab_size)
         for one in generate_requests(
-            request, self.internal_id, self._prompt_ids, budget, self._top, None
+            request, self.internal_id, self._prompt_ids, budget, self._top, None, turn.constraint
         ):
             self.add(one)
         tokenizer = chat_tokenizer(served)
         self._choices = [
-            ChatChoice(request, tokenizer, thinking is not None) for _ in range(request.n)
+            ChatChoice(request, tokenizer, thinking is not None, turn.typed)
+            for _ in range(request.n)
         ]
         self._return_ids = request.return_token_ids
         self._spell = TokenSpelling(tokenizer, request.return_tokens_as_token_ids)
@@ -259,7 +283,7 @@ class ChatGeneration(Generation):
 
     def choice(self, index: int) -> dict[str, Any]:
         deltas = self._deltas[index]
-        calls = [_call(call) for delta in deltas for call in delta.tool_calls]
+        calls = _joined(call for delta in deltas for call in delta.tool_calls)
         content = "".join(delta.content for delta in deltas)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -285,9 +309,23 @@ class ChatGeneration(Generation):
         return super().usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _joined(pieces: Iterable[CallDelta]) -> list[dict[str, Any]]:
+    """The calls of a plain answer from the pieces that a stream shows."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.name:
+            function = {"name": piece.name, "arguments": ""}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        calls[piece.index]["function"]["arguments"] += piece.arguments
+    return calls
+
+
+def _piece(call: CallDelta) -> dict[str, Any]:
+    """A call's first piece names it, later ones only go on with its arguments."""
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _delta(delta: ChatDelta) -> dict[str, Any]:
@@ -298,5 +336,5 @@ def _delta(delta: ChatDelta) -> dict[str, Any]:
     if delta.content:
         out["content"] = delta.content
     if delta.tool_calls:
-        out["tool_calls"] = [{"index": call.index} | _call(call) for call in delta.tool_calls]
+        out["tool_calls"] = [_piece(call) for call in delta.tool_calls]
     return out

@@ -7,6 +7,7 @@ import orjson
 
 from expertmesh.actors.attention.messages import TokenLogprobs, TokenOutput
 from expertmesh.actors.model.tokenizer import IncrementalDetokenizer
+from expertmesh.deploy.openai import constraints
 from expertmesh.deploy.openai.choice import ChoiceText, TextDelta
 from expertmesh.deploy.openai.errors import bad
 from expertmesh.deploy.openai.generation import Generation
@@ -114,6 +115,9 @@ class CompletionGeneration(Generation):
             top = min(top, served.vocab_size)
         self._spell = TokenSpelling(served.tokenizer, request.return_tokens_as_token_ids)
         prompts = read_prompts(request, served)
+        constraint = constraints.asked(request, served)
+        if constraint is not None:
+            self.grammars.append(constraint)
         for number, prompt in enumerate(prompts):
             budget = token_budget(
                 request, served, len(prompt.ids), request.max_tokens, DEFAULT_MAX_TOKENS,
@@ -126,6 +130,7 @@ class CompletionGeneration(Generation):
                 budget,
                 logprobs=top,
                 prompt_logprobs=top if request.echo else None,
+                constraint=constraint,
             ):
                 self.add(one)
         self._prompts = [prompt for prompt in prompts for _ in range(request.n)]

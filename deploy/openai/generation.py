@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 
 from expertmesh.actors.attention.messages import GenerateRequest, TokenOutput
+from expertmesh.actors.constraint.spec import Constraint
 from expertmesh.deploy.openai.protocol import SamplingRequest
 from expertmesh.deploy.openai.served import ServedModel
 
@@ -56,6 +57,8 @@ class Generation(ABC):
         self.head = b"data: " + orjson.dumps(head | {"model": self.model})[:-1]
         self._opens: list[bytes] = []
         self.requests: list[GenerateRequest] = []
+        # What constraints.admit has to see before the requests go to an engine.
+        self.grammars: list[Constraint] = []
         self.finish_reasons: list[str] = []
 
     def add(self, request: GenerateRequest) -> None:

@@ -64,6 +64,27 @@ class ResponseFormat(Strict):
     json_schema: Any = None
 
 
+class StructuredOutputs(Strict):
+    """What the answer must be: exactly one of these. vLLM's names.
+
+    json: a JSON schema, `true`, or a schema's JSON text. grammar: Lark or GBNF.
+    """
+
+    json_: Annotated[
+        Any,
+        Field(alias="json"),
+        WithJsonSchema({"type": ["object", "boolean", "string"], "description": "A JSON schema."}),
+    ] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """By the names that clients use."""
+        return self.model_dump(by_alias=True)
+
+
 class ChatTemplateOptions(Strict):
     """thinking: whether the model reasons first. thinking_effort: how long."""
 
@@ -78,12 +99,17 @@ class SamplingRequest(Strict):
     # reader looking for a spelling mistake.
     unsupported: ClassVar[tuple[str, ...]] = (
         "suffix", "functions", "function_call", "modalities", "audio", "prediction",
-        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "session_id", "prompt_logprobs", "web_search_options", "bad_words",
         "use_beam_search", "length_penalty", "truncate_prompt_tokens", "add_special_tokens",
         "allowed_token_ids", "logits_processors", "kv_transfer_params", "service_tier", "store",
         "metadata", "verbosity", "continue_final_message", "add_generation_prompt", "documents",
     )  # fmt: skip
+
+    # vLLM's former names.
+    renamed: ClassVar[dict[str, str]] = {
+        f"guided_{name}": f'structured_outputs: {{"{name}": ...}}'
+        for name in ("json", "regex", "choice", "grammar")
+    }
 
     model: Annotated[str, Field(min_length=1)]
     max_tokens: TokenCount | None = None
@@ -106,6 +132,7 @@ class SamplingRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     request_id: RequestId | None = None
     # Keeps what is cached of a prompt from other salts. Nothing is shared between requests here.

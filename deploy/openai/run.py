@@ -42,6 +42,8 @@ async def one_choice(
     end (a stop string); leaving the generator aborts the request."""
     async with aclosing(client.generate(request, pace, ended)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
+            if output.error_field is not None:
+                raise bad(output.error or "the request failed", output.error_field)
             if output.finish_reason in ("error", "abort"):
                 raise unavailable(output.error or "the request was aborted")
             delta, complete = feed(output)

@@ -1,7 +1,8 @@
 """From a request's fields to the engine's SamplingParams, with every limit checked by name."""
 
 from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams
-from expertmesh.deploy.openai.errors import ApiError, bad, unsupported
+from expertmesh.actors.constraint.spec import Constraint
+from expertmesh.deploy.openai.errors import ApiError, bad
 from expertmesh.deploy.openai.protocol import SamplingRequest
 from expertmesh.deploy.openai.served import ServedModel
 
@@ -21,8 +22,6 @@ def check_request(request: SamplingRequest, served: ServedModel, prompts: int) -
     limits, vocab = served.limits, served.vocab_size
     if request.stream_options is not None and not request.stream:
         raise bad("stream_options is only allowed when stream is true", "stream_options")
-    if request.response_format is not None:
-        _check_response_format(request.response_format.type)
     if request.n > limits.n:
         raise bad(f"n must be 1 to {limits.n}, not {request.n}", "n")
     if request.n * prompts > limits.choices:
@@ -51,13 +50,6 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
             f"({vocab_size} tokens)",
             param,
         )
-
-
-def _check_response_format(kind: str) -> None:
-    if kind in ("json_object", "json_schema"):
-        raise unsupported("response_format", f"response_format of type {kind}")
-    if kind != "text":
-        raise bad("response_format.type must be 'text'", "response_format")
 
 
 def _check_stops(request: SamplingRequest, served: ServedModel) -> None:
@@ -115,9 +107,10 @@ def generate_requests(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    constraint: Constraint | None = None,
 ) -> list[GenerateRequest]:
     """n engine requests for one prompt. Choice i of a seeded request uses seed + i, so that the
-    first choice equals an n=1 answer and the others differ from it."""
+    first choice equals an n=1 answer and the others differ from it. constraint: of each answer."""
     out = []
     for index in range(request.n):
         params = SamplingParams(
@@ -139,5 +132,8 @@ def generate_requests(
             repetition_penalty=request.repetition_penalty,
             want_routed_experts=request.return_routed_experts,
         )
-        out.append(GenerateRequest(f"{internal_id}-{index}", prompt_ids, params, request.priority))
+        name = f"{internal_id}-{index}"
+        out.append(
+            GenerateRequest(name, prompt_ids, params, request.priority, constraint=constraint)
+        )
     return out

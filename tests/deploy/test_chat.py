@@ -58,6 +58,27 @@ CALL = (
 )
 
 
+def streamed_calls(events: list[Any], index: int = 0) -> list[dict[str, Any]]:
+    """The calls of a stream, put together as the official client does."""
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        for choice in event["choices"]:
+            for piece in choice["delta"].get("tool_calls") or []:
+                assert choice["index"] == index
+                if "id" in piece:
+                    assert piece["index"] == len(calls) and set(piece) == {
+                        "index", "id", "type", "function",
+                    }  # fmt: skip
+                    calls.append(piece | {"function": dict(piece["function"])})
+                    del calls[-1]["index"]
+                else:
+                    assert set(piece) == {"index", "function"}
+                    assert set(piece["function"]) == {"arguments"}
+                    arguments = piece["function"]["arguments"]
+                    calls[piece["index"]]["function"]["arguments"] += arguments
+    return calls
+
+
 def both(door: Door, **body: Any) -> tuple[dict[str, Any], list[Any]]:
     """The choice of a plain answer and the events of the streamed one, checked to agree."""
     body.setdefault("messages", USER)
@@ -70,12 +91,7 @@ def both(door: Door, **body: Any) -> tuple[dict[str, Any], list[Any]]:
     assert chat_joined(events) == (message["content"] or "")
     assert chat_joined(events, "reasoning_content") == message.get("reasoning_content", "")
     assert finish(events) == [choice["finish_reason"]]
-    calls = [
-        call for event in events for call in event["choices"][0]["delta"].get("tool_calls") or []
-    ]
-    assert [{k: v for k, v in call.items() if k != "index"} for call in calls] == message.get(
-        "tool_calls", []
-    )
+    assert streamed_calls(events) == message.get("tool_calls", [])
     if choice["logprobs"]:
         streamed = [
             entry
@@ -143,10 +159,18 @@ def test_tool_call(door: Door, fake: FakeEngineClient) -> None:
 
 def test_a_call_cut_by_the_limit_is_length(door: Door, fake: FakeEngineClient) -> None:
     answers(fake, CALL)
-    for limit in (4, 70, 120):
+    whole = len(ids_of(CALL))
+    seen = set()
+    for limit in range(4, whole, 5):
         choice, _ = both(door, tools=[WEATHER], max_tokens=limit)
         assert choice["finish_reason"] == "length"
-        assert "tool_calls" not in choice["message"]
+        calls = choice["message"].get("tool_calls", [])
+        assert calls != [] or "tool_calls" not in choice["message"]
+        for call in calls:
+            seen.add(call["function"]["arguments"])
+            text = call["function"]["arguments"].rstrip("\ufffd")  # half a character
+            assert '{"城市": "北京"}'.startswith(text)
+    assert seen >= {"", '{"城市": "'}  # and no text that looks complete before it is
 
 
 def test_tool_choice(door: Door, fake: FakeEngineClient) -> None:
@@ -156,8 +180,8 @@ def test_tool_choice(door: Door, fake: FakeEngineClient) -> None:
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
     named = {"type": "function", "function": {"name": "get_weather"}}
     for forced in ("required", named):
-        error = door.refused(PATH, messages=USER, tools=[WEATHER], tool_choice=forced)
-        assert error["param"] == "tool_choice" and "not supported yet" in error["message"]
+        assert both(door, tools=[WEATHER], tool_choice=forced)[0]["finish_reason"] == "tool_calls"
+        assert fake.requests[-1].constraint is not None
     unknown = {"type": "function", "function": {"name": "nope"}}
     for bad in (unknown, "banana", {}, 5):
         error = door.refused(PATH, messages=USER, tools=[WEATHER], tool_choice=bad)

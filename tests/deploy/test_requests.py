@@ -53,7 +53,7 @@ def test_unknown_field_is_named(door: Door, path: str) -> None:
     assert error["param"] == "stream_options.usage"
 
 
-@pytest.mark.parametrize("field", ["session_id", "suffix", "functions", "structured_outputs"])
+@pytest.mark.parametrize("field", ["session_id", "suffix", "functions"])
 def test_known_but_unsupported_field_says_so(door: Door, field: str) -> None:
     error = door.refused(COMPLETIONS, prompt="x", **{field: {}})
     assert error["param"] == field and "not supported yet" in error["message"]
@@ -88,14 +88,6 @@ def test_out_of_range_is_refused_by_name(door: Door, field: str, value: Any) -> 
     error = door.refused(COMPLETIONS, prompt="x", **{field: value})
     assert error["param"] and error["param"].split(".")[0].split("[")[0] == field, error
     assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_structured_output_is_not_supported_yet(door: Door, kind: str) -> None:
-    for body in ({"type": kind}, {"type": kind, "json_schema": {"name": "x", "schema": {}}}):
-        error = door.refused(CHAT, messages=USER, response_format=body)
-        assert error["param"] == "response_format" and "not supported yet" in error["message"]
-    assert door.chat(max_tokens=1, response_format={"type": "text"})
 
 
 @pytest.mark.parametrize(

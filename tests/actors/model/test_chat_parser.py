@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertmesh.actors.model.chat import ChatDelta, ChatParser, ToolCall, render_chat
+from expertmesh.actors.model.chat import CallDelta, ChatDelta, ChatParser, render_chat
 from expertmesh.actors.model.tokenizer import Tokenizer
 from tests.support.chat import VOCAB, load_tokenizer
 from tests.support.tokenizers import special_names
@@ -37,6 +37,7 @@ def parse(
     ids: list[int],
     thinking: bool = True,
     sizes: tuple[int, ...] = (1 << 20,),
+    cut: bool = False,
     **options: Any,
 ) -> ChatDelta:
     """The sum of all deltas when ids arrive in pieces of the given sizes (cyclic)."""
@@ -47,10 +48,14 @@ def parse(
         size = sizes[turn % len(sizes)]
         deltas.append(parser.push(ids[at : at + size]))
         at, turn = at + size, turn + 1
-    for delta in [*deltas, parser.finish()]:
+    for delta in [*deltas, parser.finish(cut)]:
         whole.reasoning += delta.reasoning
         whole.content += delta.content
-        whole.tool_calls += delta.tool_calls
+        for piece in delta.tool_calls:
+            if piece.name:
+                assert piece.index == len(whole.tool_calls) and piece.id
+                whole.tool_calls.append(CallDelta(piece.index, "", piece.id, piece.name))
+            whole.tool_calls[piece.index].arguments += piece.arguments
     return whole
 
 
@@ -62,7 +67,9 @@ TURN = (
     "reasoning<|close|>think<|sep|><|open|>response<|sep|>text<|close|>response<|sep|>"
     f"<|open|>tools<|sep|>{CALL}<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
 )
-F = ToolCall(0, "functions.f:0", "f", '{"x": 1}')
+F = CallDelta(0, '{"x": 1}', "functions.f:0", "f")
+G = CallDelta(1, '{"x": 1}', "functions.f:1", "f")
+EMPTY = CallDelta(1, "{}", "functions.f:1", "f")
 
 
 def test_the_published_example(tokenizer: Tokenizer) -> None:
@@ -86,17 +93,19 @@ def test_the_published_example(tokenizer: Tokenizer) -> None:
         ("r<|close|>think<|sep|>\n<|open|>response<|sep|>\nt", ChatDelta("r", "\nt")),
         # Text after the elements.
         ("<|open|>response<|sep|>t<|close|>response<|sep|>x", ChatDelta("", "t")),
-        # Cut off: in think, in a tag, in a call.
+        # Cut off: in think, in a tag, in a call, which then counts as far as it came.
         ("rea", ChatDelta("rea")),
         ("r<|close|>thi", ChatDelta("r")),
         ("r<|close|>think<|sep|><|open|>resp", ChatDelta("r")),
-        ("<|open|>tools<|sep|>" + CALL + CALL[:40], ChatDelta("", "", [F])),
+        ("<|open|>tools<|sep|>" + CALL + CALL[:20], ChatDelta("", "", [F])),
+        ("<|open|>tools<|sep|>" + CALL + CALL[:60], ChatDelta("", "", [F, EMPTY])),
         # Tools: never opened, never closed.
         ("r<|close|>think<|sep|>" + CALL, ChatDelta("r", "", [F])),
         ("<|open|>tools<|sep|>" + CALL + "<|end_of_msg|>", ChatDelta("", "", [F])),
-        # A call without a name, and one that another call cuts off.
+        # A call without a name, and one that another call ends.
         ("<|open|>tools<|sep|>" + CALL.replace(' tool="f"', "") + CALL, ChatDelta("", "", [F])),
-        ("<|open|>tools<|sep|>" + CALL.split("<|close|>call")[0] + CALL, ChatDelta("", "", [F])),
+        ("<|open|>tools<|sep|>" + CALL.split("<|close|>call")[0] + CALL,
+         ChatDelta("", "", [F, G])),
         # The argument ends with its call.
         ("<|open|>tools<|sep|>" + CALL.replace("<|close|>argument<|sep|>", ""),
          ChatDelta("", "", [F])),
@@ -105,8 +114,9 @@ def test_the_published_example(tokenizer: Tokenizer) -> None:
         ("a<|open|>b<|close|>think<|sep|>", ChatDelta("ab")),
         ("a<|open|>" + "b" * 3000, ChatDelta("a" + "b" * 3000)),
         ("a<|open|>shout<|sep|>b<|close|>shout<|sep|>c", ChatDelta("abc")),
-        # Everything after the end is ignored.
-        (CALL.replace("<|close|>argument", "<|end_of_msg|><|close|>argument"), ChatDelta()),
+        # Everything after the end is ignored; it ends an open call as well.
+        (CALL.replace("<|close|>argument", "<|end_of_msg|>2<|close|>argument"),
+         ChatDelta("", "", [F])),
         ("r<|end_of_msg|>x", ChatDelta("r")),
     ],
 )  # fmt: skip
@@ -178,13 +188,58 @@ def test_json_elements(tokenizer: Tokenizer, body: str, arguments: str) -> None:
     assert call.arguments == arguments
 
 
-def test_calls_come_when_they_close_and_count_up(tokenizer: Tokenizer) -> None:
+def pieces(tokenizer: Tokenizer, text: str, **options: Any) -> list[str]:
+    """What each id of the text adds to the arguments of the one call, "" left out."""
+    parser = ChatParser(tokenizer, thinking=False, **options)
+    deltas = [parser.push([token]) for token in tokens(tokenizer, text)]
+    return [call.arguments for delta in deltas for call in delta.tool_calls if call.arguments]
+
+
+def test_calls_stream_as_they_are_written_and_count_up(tokenizer: Tokenizer) -> None:
     parser = ChatParser(tokenizer, thinking=False, call_id=lambda name, index: f"{name}-{index}")
-    ids = tokens(tokenizer, "<|open|>tools<|sep|>" + CALL)
-    assert not parser.push(ids[:-1])
-    assert parser.push(ids[-1:]).tool_calls == [ToolCall(0, "f-0", "f", '{"x": 1}')]
-    assert parser.push(tokens(tokenizer, CALL)).tool_calls == [ToolCall(1, "f-1", "f", '{"x": 1}')]
+    head, rest = CALL.split("<|open|>argument")
+    assert parser.push(tokens(tokenizer, head)).tool_calls == [CallDelta(0, "", "f-0", "f")]
+    rest = "<|open|>argument" + rest
+    assert parser.push(tokens(tokenizer, rest)).tool_calls == [CallDelta(0, '{"x": 1}')]
+    second = CallDelta(1, '{"x": 1}', "f-1", "f")
+    assert parser.push(tokens(tokenizer, CALL)).tool_calls == [second]
     assert not parser.finish()
+
+
+def test_strings_stream_at_once_and_other_values_when_their_type_is_sure(
+    tokenizer: Tokenizer,
+) -> None:
+    head = '<|open|>call tool="f"<|sep|><|open|>argument key="k" type="{}"<|sep|>'
+    tail = "<|close|>argument<|sep|><|close|>call<|sep|>"
+    text = head.format("string") + 'x"y' + tail
+    assert pieces(tokenizer, text) == ['{"k": "', "x", '\\"', "y", '"', "}"]
+    text = head.format("number") + "123" + tail
+    assert pieces(tokenizer, text) == ['{"k": 123', "}"]
+    assert pieces(tokenizer, text, typed=True) == ['{"k": ', "1", "2", "3", "}"]
+
+
+def test_a_call_that_the_limit_cuts_stays_open(tokenizer: Tokenizer) -> None:
+    text = CALL.replace("number", "string").split("<|close|>argument")[0]
+    (call,) = parse(tokenizer, tokens(tokenizer, text), thinking=False, cut=True).tool_calls
+    assert call.arguments == '{"x": "1'
+    (call,) = parse(tokenizer, tokens(tokenizer, text), thinking=False).tool_calls
+    assert call.arguments == '{"x": "1"}'
+
+
+def test_of_what_is_written_twice_the_first_counts(tokenizer: Tokenizer) -> None:
+    argument = CALL[CALL.index("<|open|>argument") : CALL.index("<|close|>call")]
+    json_element = '<|open|>json type="object"<|sep|> {"y": 2} <|close|>json<|sep|>'
+
+    def arguments(body: str) -> str:
+        text = f'<|open|>call tool="f"<|sep|>{body}<|close|>call<|sep|>'
+        (call,) = parse(tokenizer, tokens(tokenizer, text)).tool_calls
+        return call.arguments
+
+    assert arguments(argument + argument.replace("1", "2")) == '{"x": 1}'
+    assert arguments(argument + json_element) == '{"x": 1}'
+    assert arguments(json_element + argument) == '{"y": 2}'
+    assert arguments(json_element + json_element) == '{"y": 2}'
+    assert arguments("") == "{}"
 
 
 def test_forbidden_calls_are_dropped(tokenizer: Tokenizer) -> None:
