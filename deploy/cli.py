@@ -11,6 +11,7 @@ from expertmesh import __version__
 from expertmesh.deploy.auth.commands import keys
 from expertmesh.deploy.bench.commands import bench
 from expertmesh.deploy.command import LOCAL_URL, URL, run_command
+from expertmesh.deploy.cost.commands import cost
 from expertmesh.deploy.doctor.commands import doctor
 from expertmesh.deploy.ray.commands import cluster
 from expertmesh.deploy.routing.commands import routing
@@ -33,6 +34,7 @@ app.add_typer(routing, name="routing")
 app.add_typer(cluster, name="cluster")
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
+app.add_typer(cost, name="cost")
 app.command()(verify)
 app.command()(doctor)
 
