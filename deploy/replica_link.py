@@ -16,6 +16,7 @@ from expertmesh.actors.attention.messages import (
     RequestRefused,
     TokenOutput,
 )
+from expertmesh.actors.attention.pieces import CALL_BYTES, Joiner, split
 from expertmesh.actors.process import Health
 from expertmesh.cluster.watch import first_line
 from expertmesh.deploy.engine_client import EngineUnavailable
@@ -131,8 +132,13 @@ class ReplicaLink:
 
     async def _submit_all(self, pending: Sequence[tuple[GenerateRequest, Taken]]) -> None:
         message = self._encode([request for request, _ in pending])
+        if len(message) > CALL_BYTES and len(pending) > 1:
+            half = len(pending) // 2
+            await self._submit_all(pending[:half])
+            await self._submit_all(pending[half:])
+            return
         try:
-            answers = await self._actor.submit.remote(self._ingress, message)
+            answers = await self._actor.submit.remote(self._ingress, *split(message))
         except Exception as error:
             answers = [("failed", first_line(error), "")] * len(pending)
         for (request, taken), answer in zip(pending, answers, strict=True):
@@ -176,8 +182,10 @@ class ReplicaLink:
     async def _read(self, actor: Any) -> None:
         """Hands every message of the stream on. Returns only by an exception."""
         stream = actor.stream.options(num_returns="streaming").remote(self._ingress)
+        joiner = Joiner()
         async for reference in stream:
-            for output in self._decode(await reference):
+            message = joiner.feed(await reference)
+            for output in [] if message is None else self._decode(message):
                 self._owner.deliver(self, output)
         raise EngineUnavailable("its stream has ended")
 

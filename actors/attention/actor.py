@@ -238,9 +238,10 @@ class AttentionActor:
 
     # --- serving ------------------------------------------------------------------------------
 
-    async def submit(self, ingress: str, requests: bytes) -> list[Refusal | None]:
-        """Queues requests (msgpack list[GenerateRequest]); one entry each, None when taken."""
-        return [self._submit(ingress, request) for request in self._decode(requests)]
+    async def submit(self, ingress: str, *requests: bytes) -> list[Refusal | None]:
+        """Queues requests (msgpack list[GenerateRequest], split); one entry each, None when
+        taken."""
+        return [self._submit(ingress, request) for request in self._decode(b"".join(requests))]
 
     def _submit(self, ingress: str, request: GenerateRequest) -> Refusal | None:
         if self._loop is None or self._boxes is None:
@@ -268,8 +269,9 @@ class AttentionActor:
             self._loop.engine.abort(request_id)
 
     async def stream(self, ingress: str) -> AsyncIterator[bytes]:
-        """Each step's outputs for this ingress, msgpack list[TokenOutput]. One stream per ingress:
-        a new one takes over from the old. It also ends when the ingress is given up as silent."""
+        """Each step's outputs for this ingress, msgpack list[TokenOutput], for a Joiner. One stream
+        per ingress: a new one takes over from the old. It also ends when the ingress is given up
+        as silent."""
         assert self._boxes is not None, "join() before stream()"
         async for message in stream(self._boxes, ingress, self._abort):
             yield message

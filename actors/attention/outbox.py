@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import msgspec
 
 from expertmesh.actors.attention.messages import TokenOutput
+from expertmesh.actors.attention.pieces import results
 
 
 class Outbox:
@@ -124,7 +125,8 @@ Abort = Callable[[str], None]
 
 
 async def stream(boxes: Outboxes, ingress: str, abort: Abort) -> AsyncIterator[bytes]:
-    """The messages of `ingress` until another stream of it takes over or it is abandoned.
+    """The messages of `ingress`, in pieces, until another stream of it takes over or it is
+    abandoned.
 
     When the reader goes away for good, nobody waits for its requests any more: they are aborted.
     """
@@ -132,7 +134,8 @@ async def stream(boxes: Outboxes, ingress: str, abort: Abort) -> AsyncIterator[b
     reader = box.take_over()
     try:
         async for message in box.read(reader):
-            yield message
+            for piece in results(message):
+                yield piece
     finally:
         if box.has_reader(reader):
             boxes.abandon(ingress, abort)

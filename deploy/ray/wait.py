@@ -1,5 +1,6 @@
 """`expertmesh cluster wait`: expected nodes against joined ones, and a look at each."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def _connected(address: str, end: float) -> Any:
         try:
             preflight.check_cluster(address)
             ray.init(
-                address=address, log_to_driver=False, logging_level="ERROR",
+                address=address, log_to_driver=False, logging_level=logging.ERROR,
                 namespace="expertmesh-cluster",
             )  # fmt: skip
             return ray
@@ -75,7 +76,9 @@ def _connected(address: str, end: float) -> Any:
         except ConnectionError as error:
             last = Refused(ExitCode.UNREACHABLE, f"no Ray cluster at {address}: {error}")
         except Exception as error:  # a wrong token, another version: time will not mend it
-            raise Refused(ExitCode.UNREACHABLE, f"Ray at {address} turns us away: {error}") from error
+            raise Refused(
+                ExitCode.UNREACHABLE, f"Ray at {address} turns us away: {error}"
+            ) from error
         if time.monotonic() > end:
             raise Refused(ExitCode.UNREACHABLE, last.message, last.hint)
         time.sleep(LOOK_SECONDS)

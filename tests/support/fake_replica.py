@@ -54,10 +54,10 @@ class FakeReplica:
         if self.dead.is_set():
             raise ConnectionError("The actor died unexpectedly.\nmore lines")
 
-    async def _submit(self, ingress: str, message: bytes) -> list[Any]:
+    async def _submit(self, ingress: str, *message: bytes) -> list[Any]:
         await self.pause()
         self.calls += 1
-        requests = msgspec.msgpack.decode(message, type=list[GenerateRequest])
+        requests = msgspec.msgpack.decode(b"".join(message), type=list[GenerateRequest])
         return [self.take(request) for request in requests]
 
     def take(self, request: GenerateRequest) -> Any:
