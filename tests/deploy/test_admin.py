@@ -64,6 +64,10 @@ class FakeControl:
         self._note("routing")
         return {"layers": {1: {"gini": 0.5}}}
 
+    async def routing_overview(self) -> bytes:
+        self._note("overview")
+        raise EngineUnavailable("it is not asked for here")
+
     async def record_routing(self, seconds: float, tokens: int) -> bytes:
         self._note("record", seconds, tokens)
         return b"npz"
