@@ -325,8 +325,5 @@ PROCESS = tuple(metric for metric in _DEFINED if not metric.prefix)
 SHARED = ALL[ALL.index(NUM_REQUESTS_RUNNING) :]
 # Exposed by a server that has a mesh.
 MESH = ALL[ALL.index(EXPERT_UP) :]
-# Exposed once there is something to count: keys are asked for, requests queue, gRPC has a port.
-OPTIONAL = (
-    ADMISSION_QUEUED, ADMISSION_WAIT, ADMISSION_REFUSALS, AUTH_FAILURES, AUTH_KEYS,
-    AUTH_KEYS_FILE_FAILED, GRPC_REQUESTS,
-)  # fmt: skip
+# Exposed where there is something to count: keys are asked for, gRPC has a port.
+OPTIONAL = (AUTH_FAILURES, AUTH_KEYS, AUTH_KEYS_FILE_FAILED, GRPC_REQUESTS)

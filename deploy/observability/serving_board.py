@@ -6,9 +6,7 @@ from expertmesh.deploy.observability.promql import Query, over, per, total
 from expertmesh.deploy.observability.slo import FIRST_TOKEN_SLO, INTER_TOKEN_SLO, Objective
 
 Q = Query("$__rate_interval", variables=True)
-NOT_ASKED = "only a server that asks for keys has it"
 NO_GRPC = "only a server with a gRPC port has it"
-NO_QUEUE = "only a server that queues at the front door has it"
 
 MODEL = Variable("model_name", "Model", f"label_values({m.BUILD_INFO.full_name}, model_name)")
 ENGINE = Variable(
@@ -112,7 +110,6 @@ SLO = Row(
                 Target(total(Q.rate(m.ADMISSION_REFUSALS), "reason"), "{{reason}}"),
             ),
             unit="reqps",
-            may_be_empty=NOT_ASKED,
         ),
     ),
 )
@@ -149,7 +146,6 @@ LOAD = Row(
                 Target(total(Q.now(m.ADMISSION_QUEUED)), "queued"),
                 Target(Q.quantile(0.95, m.ADMISSION_WAIT), "p95 wait (s)"),
             ),
-            may_be_empty=NO_QUEUE,
         ),
         Panel(
             "Queue time",

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 
@@ -16,8 +17,11 @@ PROMPTS = ("Once upon a time", "The king said", "When the rain", "My dear friend
 class MixedLoad:
     """ended: how often each kind of client has come to its end."""
 
-    def __init__(self, url: str, model: str = "nano", tokens: int = 24, clients: int = 6) -> None:
+    def __init__(
+        self, url: str, model: str = "nano", tokens: int = 24, clients: int = 6, key: str = ""
+    ) -> None:
         self.url, self.model, self.tokens, self.clients = url, model, tokens, clients
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.ended: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
@@ -32,7 +36,10 @@ class MixedLoad:
         assert not self._thread.is_alive(), "a client hangs"
 
     async def _main(self) -> None:
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
+        headers, limits = self.headers, httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=60, headers=headers, limits=limits
+        ) as client:
             await asyncio.gather(*[self._client(client, i) for i in range(self.clients)])
 
     async def _client(self, client: httpx.AsyncClient, number: int) -> None:
@@ -74,8 +81,8 @@ class MixedLoad:
 
 
 @contextmanager
-def mixed_load(url: str, **options: int) -> Iterator[MixedLoad]:
-    load = MixedLoad(url, **options)  # type: ignore[arg-type]
+def mixed_load(url: str, **options: Any) -> Iterator[MixedLoad]:
+    load = MixedLoad(url, **options)
     load.start()
     try:
         yield load

@@ -1,6 +1,7 @@
 // What all parts of the page share: its data, and numbers as text.
 const $ = (id) => document.getElementById(id);
-const address = location.pathname.replace(/\/+$/, "") + "/data";
+// Absolute: a page that was opened as https://user:key@host may not ask for relative addresses.
+const address = `${location.origin}${location.pathname.replace(/\/+$/, "")}/data`;
 const LAYERS_NUMBERED = 16, RANKS_NUMBERED = 8;
 
 let points = [], column = {}, heat = null, last = null;
