@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,7 @@ def _ask_ray(config: dict[str, Any]) -> Iterator[Finding]:
     """Ray's own preparation and validation, which say less, but know more providers."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
+    logging.getLogger("ray.autoscaler").setLevel(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             validate_config(prepare_config(config))

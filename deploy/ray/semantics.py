@@ -91,9 +91,7 @@ def _cloud(config: Config) -> Iterator[Finding]:
     least = sum(kind.get("min_workers", 0) for kind in types.values())
     most = config.get("max_workers")
     if most is not None and least > most:
-        yield Finding(
-            "max_workers", f"is {most}, and the node types' min_workers add up to {least}"
-        )
+        yield Finding("max_workers", f"is {most}, the node types' min_workers add up to {least}")
 
 
 def _node_type(key: str, kind: Config, config: Config, head: bool) -> Iterator[Finding]:
