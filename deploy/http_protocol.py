@@ -6,6 +6,7 @@ finishes one would be held, and remembered, for ever.
 
 import asyncio
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from expertmesh.deploy.openai.errors import ApiError
@@ -13,6 +14,7 @@ from expertmesh.deploy.openai.errors import ApiError
 HEAD_BYTES = 64 * 1024
 # For a head to be whole; for the rest of a body that has been refused already.
 HEAD_SECONDS = 60.0
+_OFFERS = (b"upgrade", b"http2-settings")
 
 
 class _HeadTooLarge(Exception):
@@ -41,8 +43,15 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         before = self._messages
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._pass_over(data[offer.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self.transport.is_closing():
             return
         # Counted here only when it was all of one head; complete headers are counted one by one.
@@ -68,11 +77,15 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # data_received hears of it next
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._messages += 1
         self._in_head = True
@@ -101,11 +114,23 @@ class BoundedProtocol(HttpToolsProtocol):
         )
         self.transport.close()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """An offer to speak another protocol (h2c, websocket) is passed over, as HTTP allows. The
-        parser stops there, so the connection ends with this answer."""
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
+    def _pass_over(self, rest: bytes) -> None:
+        """The request again without its offer to speak another protocol (h2c, websocket), as HTTP
+        allows. The parser would take the body for that protocol."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("")
+            return
+        lines = [b"%s %s HTTP/1.1" % (method, self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                kept = [token for token in tokens if token.lower() not in _OFFERS]
+                value = b", ".join(kept)
+            if name not in _OFFERS and value:
+                lines.append(b"%s: %s" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def _start_timer(self) -> None:
         if self._timer is None:

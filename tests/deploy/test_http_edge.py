@@ -1,0 +1,478 @@
+"""What HTTP can do to a server: bodies of all kinds, heads of any size, clients that leave."""
+
+import asyncio
+import gzip
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from expertmesh.deploy import http_protocol
+from expertmesh.deploy.front import Front
+from expertmesh.deploy.http_protocol import HEAD_BYTES
+from expertmesh.deploy.listener import bind
+from expertmesh.deploy.openai.app import build_app
+from expertmesh.deploy.openai.served import Limits, ServedModel
+from tests.support.door import Door, envelope
+from tests.support.fake_client import FakeEngineClient
+from tests.support.http_server import http_server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"model": "tiny", "prompt": "ab", "max_tokens": 2}
+BODY = orjson.dumps(GOOD)
+
+
+def wait_for(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+@contextmanager
+def connected(url: str, seconds: float = 10.0) -> Iterator[socket.socket]:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        yield connection
+
+
+def head(length: int | None = len(BODY), *lines: str, path: str = COMPLETIONS) -> bytes:
+    sized = [] if length is None else [f"content-length: {length}"]
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: x", *sized, *lines, "", ""]).encode()
+
+
+def answers(connection: socket.socket, count: int = 1) -> list[tuple[int, dict[str, str], bytes]]:
+    """(status, headers, body) of that many answers, which come whole or end the connection."""
+    file, out = connection.makefile("rb"), []
+    for _ in range(count):
+        status = int(file.readline().split()[1])
+        headers = {}
+        while line := file.readline().strip():
+            name, _, value = line.decode().partition(":")
+            headers[name.lower()] = value.strip()
+        out.append((status, headers, file.read(int(headers.get("content-length", 0)))))
+    return out
+
+
+def closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+class TestBodies:
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data; boundary=x",
+            "json",
+        ],
+    )
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+    def test_what_is_not_json_is_415(self, door: Door, path: str, kind: str) -> None:
+        response = door.http.post(path, content=BODY, headers={"content-type": kind})
+        error = envelope(response, 415)
+        assert "application/json" in error["message"]
+        assert error["code"] == "unsupported_media_type"
+
+    @pytest.mark.parametrize(
+        "kind", ["application/json", "Application/JSON; charset=utf-8", "application/json;x=y"]
+    )
+    def test_json_by_any_spelling(self, door: Door, kind: str) -> None:
+        response = door.http.post(COMPLETIONS, content=BODY, headers={"content-type": kind})
+        assert response.status_code == 200
+
+    def test_gzip(self, door: Door) -> None:
+        headers = {"content-encoding": "gzip", "content-type": "application/json"}
+        response = door.http.post(COMPLETIONS, content=gzip.compress(BODY), headers=headers)
+        assert response.json()["choices"][0]["text"] == "ab"
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"", BODY, gzip.compress(BODY)[:-1], gzip.compress(BODY)[:10], zlib.compress(BODY),
+            gzip.compress(BODY) + b"x", gzip.compress(BODY) * 2, b"\x1f\x8b" + b"\xff" * 100,
+        ],
+    )  # fmt: skip
+    def test_broken_gzip(self, door: Door, data: bytes) -> None:
+        headers = {"content-encoding": "gzip"}
+        assert envelope(door.http.post(COMPLETIONS, content=data, headers=headers), 400)
+
+    def test_a_bomb_is_not_inflated(self, door: Door) -> None:
+        """1 MB is the limit; two hundred times that would come out."""
+        packer = zlib.compressobj(9, wbits=31)
+        piece = b"a" * (1 << 20)
+        bomb = b"".join(packer.compress(piece) for _ in range(200)) + packer.flush()
+        assert len(bomb) < 1 << 20
+        response = door.http.post(COMPLETIONS, content=bomb, headers={"content-encoding": "gzip"})
+        assert envelope(response, 413)["code"] == "request_too_large"
+
+    @pytest.mark.parametrize("coding", ["br", "zstd", "deflate", "gzip, gzip", "compress"])
+    def test_other_codings_are_415(self, door: Door, coding: str) -> None:
+        headers = {"content-encoding": coding}
+        assert "gzip" in envelope(
+            door.http.post(COMPLETIONS, content=BODY, headers=headers), 415
+        )["message"]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("body", "name"),
+        [
+            ('{"model":"tiny","prompt":"x","model":"tiny"}', "model"),
+            ('{"model":"tiny","prompt":"x","max_tokens":1,"max_tokens":999}', "max_tokens"),
+            ('{"model":"tiny","prompt":"x","stream_options":{"a:b":1,"a:b":2}}', "a:b"),
+            ('{"model":"tiny","prompt":"x","stop":[{"é":1,"\\u00e9":2}]}', "é"),
+        ],
+    )
+    def test_a_key_has_one_value(self, door: Door, body: str, name: str) -> None:
+        error = envelope(door.http.post(COMPLETIONS, content=body.encode()), 400)
+        assert error["param"] == name and "twice" in error["message"]
+
+    @pytest.mark.parametrize("prompt", ['a": ":', '\\":{', '":"', "::\\\\", 'x"\\":,"y":'])
+    def test_colons_in_text_are_text(self, door: Door, prompt: str) -> None:
+        assert door.text(prompt, max_tokens=3) == prompt[:3]
+
+    @pytest.mark.parametrize(
+        "body",
+        [b"\xef\xbb\xbf" + BODY, BODY.decode().encode("utf-16"), BODY + b"{}", BODY + b"\0",
+         b'{"model":"tiny","prompt":"\xff"}', b'{"model":"tiny","prompt":"\\ud800"}',
+         b'{"model":"tiny","prompt":"a\nb"}', b"{'model':'tiny'}", b'{"model":"tiny",}'],
+    )  # fmt: skip
+    def test_what_only_looks_like_json(self, door: Door, body: bytes) -> None:
+        assert envelope(door.http.post(COMPLETIONS, content=body), 400)["code"] == "invalid_json"
+
+    def test_a_nul_in_a_prompt_is_a_character(self, door: Door) -> None:
+        assert door.text("a\0b", max_tokens=3) == "a\0b"
+
+    def test_chunked(self, door: Door) -> None:
+        response = door.http.post(COMPLETIONS, content=iter([BODY[:5], BODY[5:6], BODY[6:]]))
+        assert "transfer-encoding" in response.request.headers
+        assert response.json()["choices"][0]["text"] == "ab"
+
+    def test_a_large_body_is_told_its_limit(self, door: Door) -> None:
+        """The client gets to read the answer although it is still sending."""
+        big = b'{"model":"tiny","prompt":"' + b"x" * (20 << 20) + b'"}'
+        assert envelope(door.http.post(COMPLETIONS, content=big), 413)
+        assert envelope(door.http.post(COMPLETIONS, content=iter([big[:1000], big])), 413)
+        assert door.text("ab", max_tokens=2) == "ab"
+
+    def test_a_slow_upload_is_408(self, served: ServedModel) -> None:
+        limits = Limits(upload_seconds=0.2)
+        front = Front(FakeEngineClient(), replace(served, limits=limits))
+        with http_server(build_app(front)) as url, connected(url) as connection:
+            connection.sendall(head() + BODY[:10])
+            status, headers, body = answers(connection)[0]
+            assert status == 408 and orjson.loads(body)["error"]["code"] == "timeout"
+            assert headers["connection"] == "close" and closed(connection)
+            assert front.traffic.requests == 0
+
+
+class TestHeads:
+    def test_head_is_get_without_its_body(self, door: Door) -> None:
+        for path in ("/health", "/ready", "/v1/models", "/metrics"):
+            response = door.http.head(path)
+            assert (response.status_code, response.content) == (200, b"")
+        assert door.http.head(COMPLETIONS).status_code == 405
+        assert door.http.head("/nope").status_code == 404
+        assert door.text("ab", max_tokens=2) == "ab"  # the connection is still in step
+
+    @pytest.mark.parametrize("method", ["OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND"])
+    def test_other_methods(self, door: Door, method: str) -> None:
+        for path, allowed in ((COMPLETIONS, "POST"), ("/v1/models", "GET")):
+            response = door.http.request(method, path)
+            assert envelope(response, 405)["code"] == "method_not_allowed"
+            assert response.headers["allow"] == allowed
+
+    @pytest.mark.parametrize(
+        "line", ["x: " + "y" * (2 * HEAD_BYTES), "y" * (2 * HEAD_BYTES) + ": x",
+                 "\r\n".join(f"x-{i}: {'z' * 100}" for i in range(1000))],
+    )  # fmt: skip
+    def test_a_head_has_a_limit(self, door: Door, line: str) -> None:
+        with connected(door.url) as connection:
+            data = head(2, line)
+            for start in range(0, len(data), 8192):
+                try:
+                    connection.sendall(data[start : start + 8192])
+                except (BrokenPipeError, ConnectionResetError):
+                    break  # it has heard enough
+            status, _, body = answers(connection)[0]
+        assert status == 431 and orjson.loads(body)["error"]["code"] == "headers_too_large"
+
+    def test_a_head_without_an_end(self, door: Door) -> None:
+        with connected(door.url) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+            with pytest.raises(OSError):
+                for _ in range(10_000):  # 80 MB
+                    connection.sendall(b"y" * 8192)
+
+    def test_a_long_path_too(self, door: Door) -> None:
+        with connected(door.url) as connection:
+            connection.sendall(f"GET /{'a' * 2 * HEAD_BYTES} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            assert answers(connection)[0][0] == 431
+        assert envelope(door.http.get("/" + "a" * 20_000), 404)
+
+    @pytest.mark.parametrize(
+        "data",
+        [b"hello\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+         b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+         b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n"
+         b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ncontent-length: 3\r\n"
+         b"\r\n{}",
+         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"],
+    )  # fmt: skip
+    def test_what_is_no_http_is_told_in_the_envelope(self, door: Door, data: bytes) -> None:
+        with connected(door.url) as connection:
+            connection.sendall(data)
+            status, headers, body = answers(connection)[0]
+            assert status == 400 and headers["connection"] == "close" and closed(connection)
+        error = orjson.loads(body)["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+
+    def test_a_head_has_a_deadline(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+        for data in (b"", b"GET /health HT", head()[:-2]):
+            with connected(door.url) as connection:
+                connection.sendall(data)
+                assert closed(connection)
+        with connected(door.url) as connection:  # a request's own time does not count
+            connection.sendall(head() + BODY)
+            assert answers(connection)[0][0] == 200
+
+    def test_expect_continue(self, door: Door) -> None:
+        with connected(door.url) as connection:
+            connection.sendall(head(len(BODY), "expect: 100-continue"))
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
+            connection.sendall(BODY)
+            assert answers(connection)[0][0] == 200
+        with connected(door.url) as connection:  # refused before the client sends anything
+            connection.sendall(head(1 << 30, "expect: 100-continue"))
+            assert answers(connection)[0][0] == 413
+        with connected(door.url) as connection:
+            connection.sendall(head(5, "expect: 100-continue", "content-type: text/plain"))
+            assert answers(connection)[0][0] == 415
+
+    def test_pipelined_requests_are_answered_in_order(self, door: Door) -> None:
+        bodies = [orjson.dumps(GOOD | {"prompt": f"{i}{i}", "max_tokens": 2}) for i in range(8)]
+        with connected(door.url) as connection:
+            connection.sendall(b"".join(head(len(body)) + body for body in bodies))
+            got = answers(connection, 8)
+        texts = [orjson.loads(body)["choices"][0]["text"] for _, _, body in got]
+        assert texts == [f"{i}{i}" for i in range(8)]
+
+    @pytest.mark.parametrize(
+        "offer", [("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AA"),
+                  ("connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13")],
+    )  # fmt: skip
+    def test_other_protocols_are_passed_over(self, door: Door, offer: tuple[str, ...]) -> None:
+        with connected(door.url) as connection:
+            for data in (head(len(BODY), *offer) + BODY, head() + BODY):
+                connection.sendall(data)
+                assert answers(connection)[0][0] == 200
+            chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+            connection.sendall(head(None, *offer, "transfer-encoding: chunked") + chunked)
+            assert answers(connection)[0][0] == 200
+            connection.sendall(head(len(BODY), "connection: close, upgrade", offer[1]) + BODY)
+            assert answers(connection)[0][0] == 200 and closed(connection)
+
+    def test_http_1_0(self, door: Door) -> None:
+        with connected(door.url) as connection:
+            connection.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+            assert answers(connection)[0][0] == 200 and closed(connection)
+
+    @pytest.mark.parametrize(
+        "path", ["//v1/completions", "/v1//completions", "/V1/completions", "/v1/./completions",
+                 "/v1/../v1/completions", "/v1/completions%2f", "/v1/%63ompletions/x", "/%00",
+                 "/%ff"],
+    )  # fmt: skip
+    def test_only_the_paths_that_there_are(self, door: Door, path: str) -> None:
+        with connected(door.url) as connection:
+            connection.sendall(head(len(BODY), path=path) + BODY)
+            assert answers(connection)[0][0] == 404
+
+    def test_answers_are_not_held_back_for_an_ack(self) -> None:
+        """Nagle's algorithm and a client's delayed ACK make 40 ms of two small writes."""
+
+        async def nodelay() -> int:
+            found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+            class Accepted(asyncio.Protocol):
+                def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                    accepted = transport.get_extra_info("socket")
+                    found.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                    transport.close()
+
+            listener = bind("127.0.0.1", 0)
+            server = await asyncio.get_running_loop().create_server(Accepted, sock=listener)
+            async with server:
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.close()
+                return await found
+
+        assert asyncio.run(nodelay()) != 0
+
+
+class TestIds:
+    def test_one_id_in_header_and_body(self, door: Door) -> None:
+        response = door.post(COMPLETIONS, **GOOD)
+        assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
+        response = door.post(COMPLETIONS, **GOOD, request_id="job-7")
+        assert response.json()["id"] == "cmpl-job-7"
+        assert response.headers["x-request-id"] == "job-7"
+        headers = {"x-request-id": "outer"}
+        response = door.http.post(COMPLETIONS, json=GOOD, headers=headers)
+        assert response.json()["id"] == "cmpl-outer"
+        response = door.http.post(COMPLETIONS, json=GOOD | {"request_id": "x"}, headers=headers)
+        assert response.json()["id"] == "cmpl-x" and response.headers["x-request-id"] == "outer"
+
+    def test_errors_have_one(self, door: Door) -> None:
+        for response in (door.http.get("/nope"), door.post(COMPLETIONS), door.http.put("/health")):
+            assert len(response.headers["x-request-id"]) == 32
+
+    def test_the_engine_never_sees_a_clients_id(self, door: Door, fake: FakeEngineClient) -> None:
+        for _ in range(2):
+            door.post(COMPLETIONS, **GOOD, request_id="same", n=2)
+        ids = [request.request_id for request in fake.requests]
+        assert len(set(ids)) == 4 and not any("same" in one for one in ids)
+
+
+class TestLeaving:
+    def test_during_the_upload(self, door: Door, fake: FakeEngineClient) -> None:
+        with connected(door.url) as connection:
+            connection.sendall(head() + BODY[:10])
+            wait_for(lambda: door.http.get("/load").json()["server_load"] == 1)
+        wait_for(lambda: door.http.get("/load").json()["server_load"] == 0)
+        with connected(door.url) as connection:  # chunked, in the middle of a chunk
+            connection.sendall(head(None, "transfer-encoding: chunked") + b"ff\r\n{")
+        wait_for(lambda: door.metric("expertmesh_http_requests_in_flight") == 0)
+        assert fake.requests == []
+
+    def test_uploads_count_against_the_limit(self, served: ServedModel) -> None:
+        front = Front(FakeEngineClient(), replace(served, limits=Limits(requests=2)))
+        with http_server(build_app(front)) as url, Door(url) as door:
+            with connected(url) as one, connected(url) as two:
+                one.sendall(head())
+                two.sendall(head())
+                wait_for(lambda: front.traffic.requests == 2)
+                door.refused(COMPLETIONS, 429, prompt="x")
+            wait_for(lambda: front.traffic.requests == 0)
+            assert door.text("ab", max_tokens=1) == "a"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_before_the_first_token(self, door: Door, fake: FakeEngineClient, stream: bool) -> None:
+        fake.seconds = 30.0
+        body = orjson.dumps(GOOD | {"stream": stream, "n": 3})
+        with connected(door.url) as connection:
+            connection.sendall(head(len(body)) + body)
+            wait_for(lambda: fake.running == 3)
+        wait_for(lambda: fake.running == 0)
+        assert len(fake.aborted) == 3
+
+    def test_without_reading(self, door: Door, fake: FakeEngineClient) -> None:
+        """A client that stops reading holds its own stream back and nobody else's."""
+        body = orjson.dumps(
+            GOOD | {"stream": True, "max_tokens": 1000, "n": 16, "logprobs": 20, "ignore_eos": True}
+        )
+        host, port = door.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(head(len(body)) + body)
+            wait_for(lambda: fake.running == 16)
+            assert door.text("ab", max_tokens=4) == "abab"
+        wait_for(lambda: fake.running == 0)
+        wait_for(lambda: door.metric("expertmesh_http_requests_in_flight") == 0)
+
+    def test_a_reader_that_never_reads_is_given_up(
+        self, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("expertmesh.deploy.openai.response._LAST_WORDS_SECONDS", 0.1)
+        client = FakeEngineClient()
+        front = Front(client, replace(served, limits=Limits(request_seconds=0.5)))
+        body = orjson.dumps(
+            GOOD | {"stream": True, "max_tokens": 1000, "n": 16, "logprobs": 20, "ignore_eos": True}
+        )
+        with http_server(build_app(front)) as url, socket.socket() as connection:
+            host, port = url.removeprefix("http://").split(":")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(head(len(body)) + body)
+            wait_for(lambda: client.running == 16)
+            wait_for(lambda: client.running == 0 and front.traffic.requests == 0)
+
+
+class TestDrain:
+    def test_nothing_new_is_taken(self, served: ServedModel) -> None:
+        """Also over connections from before; running streams end as they would have."""
+        client = FakeEngineClient()
+        front = Front(client, served)
+        with http_server(build_app(front)) as url, Door(url) as door, Door(url) as other:
+            assert other.http.get("/health").headers.get("connection") != "close"
+            gate = threading.Event()
+            client.seconds = 0.05
+            events: list[Any] = []
+
+            def run() -> None:
+                events.extend(door.events(COMPLETIONS, prompt="ab", max_tokens=20))
+                gate.set()
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            wait_for(lambda: client.running == 1)
+            front.drain()
+            for path in (COMPLETIONS, CHAT):
+                response = other.post(path, **GOOD)
+                assert "stopping" in envelope(response, 503)["message"]
+                assert response.headers["connection"] == "close"
+                assert response.headers["retry-after"] == "1"
+            ready = other.http.get("/ready")
+            assert envelope(ready, 503) and ready.headers["connection"] == "close"
+            assert other.http.get("/health").status_code == 200
+            thread.join(20)
+            assert gate.is_set()
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+            assert client.running == 0 and client.aborted == []
+
+
+def test_load_counts_what_is_under_way(door: Door, fake: FakeEngineClient) -> None:
+    idle = door.http.get("/load").json()
+    assert idle == {"server_load": 0, "streams": 0, "engines": {"0": {"running": 0, "waiting": 0}}}
+    fake.seconds = 30.0
+    with httpx.Client(base_url=door.url, timeout=20, verify=False) as client:
+        with connected(door.url) as one, connected(door.url) as two:
+            stream = orjson.dumps(GOOD | {"stream": True})
+            one.sendall(head(len(stream)) + stream)
+            two.sendall(head() + BODY)
+            wait_for(lambda: client.get("/load").json()["server_load"] == 2)
+            assert client.get("/load").json()["streams"] == 1
+        wait_for(lambda: client.get("/load").json() == idle)
+
+
+def test_the_openapi_document_names_every_route_and_answer(door: Door) -> None:
+    document = door.http.get("/openapi.json").json()
+    responses = document["paths"][COMPLETIONS]["post"]["responses"]
+    assert set(responses) == {
+        "200", "400", "401", "403", "404", "408", "413", "415", "429", "500", "503", "504",
+    }  # fmt: skip
+    assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    text = json.dumps(document)
+    for kind in ("schemas", "responses"):
+        names = {piece.split('"')[0] for piece in text.split(f"#/components/{kind}/")[1:]}
+        assert names <= set(document["components"][kind])
+    request = document["components"]["schemas"]["CompletionRequest"]
+    nullable = [name for name, field in request["properties"].items()
+                if {"type": "null"} in field.get("anyOf", [])]  # fmt: skip
+    assert set(nullable) == set(request["properties"]) - {"model", "prompt"}
