@@ -99,6 +99,12 @@ class Answer:
         return pb.GenerateResponse(request_id=self._id, complete=complete)
 
 
+def aborted(request_id: str, index: int) -> pb.GenerateResponse:
+    """The end of a choice that had not begun."""
+    complete = pb.GenerateComplete(finish_reason="abort", index=index)
+    return pb.GenerateResponse(request_id=request_id, complete=complete)
+
+
 def _extend(choice: _Choice, logprobs: pb.OutputLogProbs | None) -> None:
     if logprobs is None:
         return

@@ -4,18 +4,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 
 from expertmesh.actors.attention.messages import TokenOutput
 from expertmesh.deploy.admission.admission import Turn
 from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.engine_client import Pace, at_the_end
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.answers import Answer
+from expertmesh.deploy.grpc.answers import Answer, aborted
 from expertmesh.deploy.grpc.pipe import Pipe
+from expertmesh.deploy.grpc.requests import prepare
 from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.openai import constraints
 from expertmesh.deploy.openai.completions import CompletionGeneration
 from expertmesh.deploy.openai.errors import unavailable
-from expertmesh.deploy.openai.run import Feed, all_choices
+from expertmesh.deploy.openai.run import all_choices
+from expertmesh.deploy.openai.telemetry import Telemetry
 
 Send = Callable[[pb.GenerateResponse], Awaitable[None]]
 
@@ -29,36 +33,36 @@ LOOK_SECONDS = 0.05
 class Call:
     """One Generate call that was accepted. `run` it once."""
 
-    def __init__(self, front: Front, request_id: str, key: ApiKey | None) -> None:
-        self._front, self._id, self._key = front, request_id, key
+    def __init__(
+        self, front: Front, request: pb.GenerateRequest, request_id: str, key: ApiKey | None
+    ) -> None:
+        self._front, self._request, self._id, self._key = front, request, request_id, key
         self._pipe: Pipe[pb.GenerateResponse] = Pipe(AHEAD)
         self._reader: asyncio.Task[None] | None = None
+        self._answer: Answer | None = None
         self._aborted = self._finished = False
 
-    async def run(self, generation: CompletionGeneration, early_stop: bool, send: Send) -> None:
+    async def run(self, send: Send, heavy: bool) -> None:
         """Sends the whole answer. Cancelled, or when sending fails, the engine lets go of the
         request. Raises what `run.api_error` knows.
 
-        early_stop: the edge may end a choice before the engine does (stop strings).
+        heavy: preparing the request takes long, so it belongs in a thread.
         """
-        answer = Answer(generation, self._id)
-        if not self._aborted:
-            self._reader = asyncio.create_task(self._read(generation, answer, early_stop))
+        self._reader = asyncio.create_task(self._read(heavy))
         try:
             async for message in self._pipe:
                 await send(message)
             if self._aborted:
                 self._front.telemetry.cancelled()
-                for message in answer.aborted():
+                for message in self._aborted_ends():
                     await send(message)
         except asyncio.CancelledError:
             if not self._finished:
                 self._front.telemetry.cancelled()
             raise
         finally:
-            if self._reader is not None:
-                self._reader.cancel()
-                await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
 
     def abort(self) -> bool:
         """Ends the answer here; whether it was still to be ended. The engine is told at once,
@@ -66,28 +70,34 @@ class Call:
         if self._pipe.closed:
             return False
         self._aborted = True
-        self._end(None)
+        self.fail(None)
         return True
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception | None) -> None:
         """Ends the call with an error, after what has been made."""
-        self._end(error)
-
-    def _end(self, error: Exception | None) -> None:
         self._pipe.close(error)
         if self._reader is not None:
             self._reader.cancel()
 
-    async def _read(
-        self, generation: CompletionGeneration, answer: Answer, early_stop: bool
-    ) -> None:
-        front = self._front
+    def _aborted_ends(self) -> list[pb.GenerateResponse]:
+        if self._answer is not None:
+            return self._answer.aborted()
+        choices = max(1, min(self._request.sampling_params.n, self._front.served.limits.n))
+        return [aborted(self._id, index) for index in range(choices)]
+
+    async def _read(self, heavy: bool) -> None:
+        front, served = self._front, self._front.served
         try:
-            async with asyncio.timeout(front.served.limits.request_seconds):
+            async with asyncio.timeout(served.limits.request_seconds):
+                if heavy:
+                    generation = await asyncio.to_thread(prepare, self._request, served)
+                else:
+                    generation = prepare(self._request, served)
+                await constraints.admit(generation.grammars, served)
                 async with front.admission.turn(
                     self._key, generation.requests, lambda: generation.completion_tokens
                 ) as turn:
-                    await self._generate(turn, generation, answer, early_stop)
+                    await self._generate(generation, turn)
         except Exception as error:
             self._pipe.close(error)
             return
@@ -96,50 +106,51 @@ class Call:
         self._finished = True
         self._pipe.close()
 
-    async def _generate(
-        self,
-        turn: Turn,
-        generation: CompletionGeneration,
-        answer: Answer,
-        early_stop: bool,
-    ) -> None:
+    async def _generate(self, generation: CompletionGeneration, turn: Turn) -> None:
         client, traffic = self._front.client, self._front.traffic
-        requests = turn.requests
-        feeds = [self._feed(turn, generation, answer, index) for index in range(len(requests))]
-        streams = int(generation.stream)
+        self._answer = answer = Answer(generation, self._id)
+        clock = TokenClock(generation, self._front.telemetry)
+        feeds = [partial(_feed, answer, clock, index) for index in range(len(turn.requests))]
         pace: Pace = traffic.interval
         if not generation.stream:
-            pace = (lambda: LOOK_SECONDS) if early_stop else at_the_end
+            stops = self._request.sampling_params.stop  # which the edge looks for, not the engine
+            pace = (lambda: LOOK_SECONDS) if stops else at_the_end
+        streams = int(generation.stream)
         traffic.streams += streams
         try:
-            async with aclosing(all_choices(client, requests, feeds, pace)) as pieces:
+            choices = all_choices(client, turn.requests, feeds, pace, turn.choice_ended)
+            async with aclosing(choices) as pieces:
                 async for _, messages in pieces:
                     for message in messages:
                         await self._pipe.put(message)
         finally:
             traffic.streams -= streams
 
-    def _feed(
-        self, turn: Turn, generation: CompletionGeneration, answer: Answer, index: int
-    ) -> Feed[list[pb.GenerateResponse]]:
-        telemetry = self._front.telemetry
-        last: float | None = None
 
-        def feed(output: TokenOutput) -> tuple[list[pb.GenerateResponse], bool]:
-            nonlocal last
-            if output.token_ids and generation.stream:
-                now = time.perf_counter()
-                if last is not None:
-                    telemetry.between_tokens((now - last) / len(output.token_ids))
-                elif generation.first_token_at is None:
-                    telemetry.first_token(now - generation.arrived)
-                last = now
-            messages, complete = answer.feed(index, output)
-            if complete:
-                turn.choice_ended()
-            return messages, complete
+def _feed(
+    answer: Answer, clock: "TokenClock", index: int, output: TokenOutput
+) -> tuple[list[pb.GenerateResponse], bool]:
+    clock.tokens(index, len(output.token_ids))
+    return answer.feed(index, output)
 
-        return feed
+
+class TokenClock:
+    """Observes when tokens come, of answers that are read as they come."""
+
+    def __init__(self, generation: CompletionGeneration, telemetry: Telemetry) -> None:
+        self._generation, self._telemetry = generation, telemetry
+        self._last: dict[int, float] = {}
+
+    def tokens(self, index: int, count: int) -> None:
+        """`count` tokens of choice `index` have come, before they are counted elsewhere."""
+        if not count or not self._generation.stream:
+            return
+        now = time.perf_counter()
+        if index in self._last:
+            self._telemetry.between_tokens((now - self._last[index]) / count)
+        elif self._generation.first_token_at is None:
+            self._telemetry.first_token(now - self._generation.arrived)
+        self._last[index] = now
 
 
 class LiveCalls:

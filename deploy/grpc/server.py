@@ -41,6 +41,7 @@ PING_TIMEOUT_SECONDS = 20.0
 
 def channel_options(settings: GrpcSettings) -> list[tuple[str, Any]]:
     """grpcio ignores names that it does not know: each has a test that sees its effect."""
+    patience = min(PING_TIMEOUT_SECONDS, settings.keepalive_s)
     return [
         ("grpc.max_receive_message_length", settings.message_bytes),
         ("grpc.max_send_message_length", settings.message_bytes),
@@ -51,7 +52,9 @@ def channel_options(settings: GrpcSettings) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         # Our own pings: a client that vanished without a word is noticed, and its calls end.
         ("grpc.keepalive_time_ms", _ms(settings.keepalive_s)),
-        ("grpc.keepalive_timeout_ms", _ms(min(PING_TIMEOUT_SECONDS, settings.keepalive_s))),
+        ("grpc.keepalive_timeout_ms", _ms(patience)),
+        # The same for pings that measure bandwidth: while one is under way, no other is sent.
+        ("grpc.http2.ping_timeout_ms", _ms(patience)),
         ("grpc.http2.max_pings_without_data", 0),
         # As HTTP's listener: beside the hold of the command, and of a door that is being replaced.
         ("grpc.so_reuseport", 1),

@@ -1,6 +1,5 @@
 """expertmesh.v1.Engine over one front."""
 
-import asyncio
 import time
 import uuid
 
@@ -12,7 +11,7 @@ from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.grpc.calls import Call, LiveCalls
 from expertmesh.deploy.grpc.gate import CALLER
-from expertmesh.deploy.grpc.requests import field_name, prepare
+from expertmesh.deploy.grpc.requests import field_name
 from expertmesh.deploy.grpc.rpc import Reply, handler
 from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
 
@@ -44,16 +43,12 @@ class EngineService:
         front, key = self._front, CALLER.get()
         front.check_open(key)
         request_id = request.request_id or uuid.uuid4().hex
-        call = Call(front, request_id, key)
+        call = Call(front, request, request_id, key)
         with (
             front.traffic.accepted(),
             self.calls.adding("" if key is None else key.name, request_id, call),
         ):
-            if heavy:
-                generation = await asyncio.to_thread(prepare, request, front.served)
-            else:
-                generation = prepare(request, front.served)
-            await call.run(generation, bool(request.sampling_params.stop), reply)
+            await call.run(reply, heavy)
 
     async def abort(self, request: pb.AbortRequest, reply: Reply, heavy: bool) -> None:
         key = CALLER.get()

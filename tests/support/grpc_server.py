@@ -49,6 +49,13 @@ class GrpcThread:
             self._end()
 
     def _end(self) -> None:
+        async def cancel_all() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.submit(cancel_all()).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         assert not self._thread.is_alive()
