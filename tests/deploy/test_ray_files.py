@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from expertmesh.deploy.exit_codes import ExitCode
 from expertmesh.deploy.ray.check import findings
 from expertmesh.deploy.ray.commands import cluster
 from expertmesh.deploy.ray.findings import Finding
+from expertmesh.deploy.serve_app import AppSettings
 from tests.support.hosts import REPOSITORY
 
 FILES = ("local", "aws")
@@ -73,8 +76,6 @@ def parent(config: Config, path: tuple[str, ...]) -> Config:
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_ships_is_right(files: dict[str, Config], name: str) -> None:
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
     assert findings(copy.deepcopy(files[name])) == []
     validate_config(prepare_config(copy.deepcopy(files[name])))
     # As it is, only what is marked to be changed is in the way.
@@ -184,3 +185,22 @@ def test_hosts_that_do_not_answer(files: dict[str, Config], tmp_path: Path) -> N
         assert code == ExitCode.USAGE
         assert "provider.worker_ips[1]: 127.9.9.3 does not answer on port 22" in output
     assert check(tmp_path, files["local"])[0] == ExitCode.OK
+
+
+def test_the_serve_config_is_one() -> None:
+    config = shipped("serve")
+    schema = ServeDeploySchema.model_validate(config)
+    assert schema.http_options.port == 8000
+    (application,) = schema.applications
+    assert application.import_path == "expertmesh.deploy.serve_app:build_openai_app"
+    settings = AppSettings.model_validate(application.args)
+    # K3 on 64 GPUs, each actor on one.
+    assert settings.mesh.actors == 64
+    # The same names that nodes of the cluster files offer.
+    offered = {
+        resource
+        for kind in shipped("aws")["available_node_types"].values()
+        for resource in kind["resources"]
+    }
+    asked = settings.mesh.resources
+    assert set(asked.attention) | set(asked.experts) <= offered

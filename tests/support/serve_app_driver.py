@@ -1,18 +1,35 @@
-"""Runs `build_openai_app` on a local Ray behind Serve's own proxy, until told to stop.
+"""Runs the Serve config that ships, as `serve run` does, on a local Ray until told to stop.
 
-usage: python -m tests.support.serve_app_driver MODEL PORT; prints "up", stops at end of input.
+usage: python -m tests.support.serve_app_driver MODEL PORT; stops at end of input.
 """
 
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import ray
-from ray import serve
+import yaml
+from ray.serve.scripts import cli
 
-from expertmesh.deploy.serve_app import build_openai_app
+SHIPPED = Path(__file__).resolve().parents[2] / "deploy/ray/serve.yaml"
+
+
+def filled_in(model: str, port: int) -> dict[str, Any]:
+    """For one small machine, which offers no custom resources but the head's."""
+    config: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
+    config["http_options"] |= {"host": "127.0.0.1", "port": port}
+    (application,) = config["applications"]
+    application["args"] |= {"served_model_name": "tiny", "front_doors": 1}
+    mesh = application["args"]["mesh"]
+    mesh |= {"attention_replicas": 1, "expert_actors": 1, "name": "proxied"}
+    mesh["load"]["model"] = model
+    mesh["engine"] = {"pages": 32, "slots": 4}
+    mesh["resources"] |= {"attention": {}, "experts": {}}
+    return config
 
 
 def main() -> None:
-    model, port = sys.argv[1], int(sys.argv[2])
     ray.init(
         address="local",
         num_cpus=6,
@@ -21,15 +38,10 @@ def main() -> None:
         log_to_driver=False,
         logging_level="ERROR",
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": port, "keep_alive_timeout_s": 90})
-    mesh = {
-        "load": {"model": model},
-        "expert_actors": 1,
-        "engine": {"pages": 32, "slots": 4},
-        "name": "proxied",
-    }
-    serve.run(build_openai_app({"mesh": mesh, "served_model_name": "tiny"}), name="expertmesh")
-    print("up", flush=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(filled_in(sys.argv[1], int(sys.argv[2])), file)
+        file.flush()
+        cli(["run", "--non-blocking", file.name], standalone_mode=False)
     sys.stdin.read()
     ray.shutdown()
 
