@@ -1,6 +1,8 @@
 """A real browser without a screen, which tells of every request and every complaint."""
 
+import base64
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +44,27 @@ class Browser:
         script = "return document.querySelector(arguments[0]).textContent"
         return str(self.driver.execute_script(script, selector))
 
+    def authorize(self, key: str) -> None:
+        """From now on every request carries the key, as after a password prompt."""
+        password = base64.b64encode(f"any:{key}".encode()).decode()
+        self.driver.execute_cdp_cmd("Network.enable", {})
+        headers = {"Authorization": f"Basic {password}"}
+        self.driver.execute_cdp_cmd("Network.setExtraHTTPHeaders", {"headers": headers})
+
+    def value(self, tile: str) -> float:
+        """The number on a tile of the dashboard page; NaN while there is none."""
+        script = """
+            const tiles = [...document.querySelectorAll(".tile")];
+            const tile = tiles.find((one) => one.querySelector("h2").textContent === arguments[0]);
+            return tile ? parseFloat(tile.querySelector(".value span").textContent) : NaN;"""
+        found = self.driver.execute_script(script, tile)
+        return math.nan if found is None else float(found)
+
+    def pixels(self, canvas: str) -> str:
+        """What a canvas shows, as text to compare."""
+        script = "return document.querySelector(arguments[0]).toDataURL()"
+        return str(self.driver.execute_script(script, canvas))
+
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
 
@@ -50,13 +73,14 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """Addresses of everything the page has asked for since the last call."""
+        """Addresses of everything the page has asked for since the last call; not what the
+        browser's own first tab is made of."""
         found = []
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 found.append(message["params"]["request"]["url"])
-        return found
+        return [url for url in found if not url.startswith(("chrome:", "data:"))]
 
 
 @contextmanager

@@ -2,13 +2,14 @@
 
     python -m tests.system.dashboards --seconds 120
 
-starts a mesh with the bundled model, loads it for so long (with one rebalance, mistakes, and
-clients that leave), and prints what each panel's queries return.
+starts a mesh with the bundled model, loads it for so long (with one rebalance, mistakes, clients
+that leave, and the loss of an expert actor), and prints what each panel's queries return.
 """
 
 import argparse
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -73,14 +74,18 @@ def serving(replicas: int = 2) -> Iterator[Server]:
         del os.environ["EXPERTMESH_API_KEYS"]
 
 
-def load(server: Server, seconds: float) -> None:
-    """For so long. With a rebalance in the middle, a wrong key, and the engine protocol."""
+def load(server: Server, seconds: float, lose_one: bool = False) -> None:
+    """For so long. With a rebalance in the middle, a wrong key, and the engine protocol.
+    lose_one: an expert actor is killed half way."""
     end = time.monotonic() + seconds
     with mixed_load(server.url, key=server.key):
         call_grpc(server)
         time.sleep(max(0.0, end - time.monotonic()) / 2)
         httpx.post(f"{server.url}/mesh/rebalance", headers=server.headers, timeout=60)
         httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer wrong"})
+        if lose_one:
+            mesh = httpx.get(f"{server.url}/mesh", headers=server.headers, timeout=30).json()
+            os.kill(mesh["experts"][0]["pid"], signal.SIGKILL)
         time.sleep(max(0.0, end - time.monotonic()))
 
 
@@ -110,7 +115,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0)
     seconds = parser.parse_args().seconds
     with serving() as server, prometheus(server.url, RULES, server.key) as scraped:
-        load(server, seconds)
+        load(server, seconds, lose_one=True)
         results = shown(scraped)
         firing, errors = scraped.firing(), scraped.rule_errors()
     for board, panel, series in results:
