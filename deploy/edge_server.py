@@ -32,11 +32,9 @@ class EdgeServer:
     grace_seconds: how long running answers may go on after a stop.
     """
 
-    def __init__(
-        self, front: Front, app: ASGIApp, host: str, grace_seconds: int, lifespan: bool = True
-    ) -> None:
+    def __init__(self, front: Front, app: ASGIApp, host: str, grace_seconds: int) -> None:
         self._front, self._host, self._grace = front, host, grace_seconds
-        self._http = http_server(app, grace_seconds, lifespan, front.edge.http)
+        self._http = http_server(app, grace_seconds, http=front.edge.http)
         self._grpc: GrpcServer | None = None
         self._task: asyncio.Task[None] | None = None
 

@@ -128,9 +128,7 @@ def _serve_here(console: Console, options: ServeOptions, config: ModelConfig) ->
             limits=options.edge.limits(),
         )
         front = Front(server.client, info, options.edge)
-        edge = EdgeServer(
-            front, build_app(front), options.host, options.grace_seconds, lifespan=False
-        )
+        edge = EdgeServer(front, build_app(front), options.host, options.grace_seconds)
         stop = _StopFlag()
         handle_signals(stop)
 
