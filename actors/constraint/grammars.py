@@ -16,6 +16,13 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 # Enough for any indentation; unbounded, a model that likes spaces would never end.
 WHITESPACE = r"[ \t\r\n]{0,64}"
 MAX_NESTING = 64
+# The compiler counts in 64 bits, less some room. What reaches further is narrowed: every answer is
+# still one that the schema allows.
+LARGEST = 10**18
+LONGEST = 10**6
+_UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+_COUNTS = ("maxLength", "maxItems", "maxProperties")
+_DATA = {"enum", "const", "default", "examples"}
 
 # A grammar of a composed constraint: Lark text, or a JSON schema.
 Part = str | dict[str, Any] | bool
@@ -67,7 +74,7 @@ def schema_part(schema: Any) -> Part:
         raise ConstraintError(f"nests deeper than {MAX_NESTING} levels")
     if schema is False:
         raise ConstraintError("the schema `false` allows nothing")
-    plain = {} if schema is True else schema
+    plain = {} if schema is True else _narrowed(schema)
     return plain | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
@@ -107,6 +114,26 @@ def _lark(text: str) -> str:
         return str(any_to_lark(text))
     except Exception as error:  # a converter in plain Python: anything may go wrong in it
         raise ConstraintError(f"is not GBNF: {' '.join(str(error).split())}") from None
+
+
+def _narrowed(schema: Any) -> Any:
+    """Bounds within the compiler's reach. Raises ConstraintError where none would be left."""
+    if isinstance(schema, list):
+        return [_narrowed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: item if key in _DATA else _narrowed(item) for key, item in schema.items()}
+    for key in _UPPER + _LOWER + _COUNTS:
+        bound = found.get(key)
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            continue
+        if key in _COUNTS:
+            found[key] = min(bound, LONGEST)
+        elif abs(bound) > LARGEST:
+            if (bound > 0) != (key in _UPPER):
+                raise ConstraintError(f"{key} {bound} is beyond what can be followed, 10^18")
+            found[key] = LARGEST if bound > 0 else -LARGEST
+    return found
 
 
 def _nesting(value: Any) -> int:

@@ -38,7 +38,7 @@ class _Tokens:
         self._ids = {token: i for i, token in enumerate(vocabulary.tokens[: vocabulary.ordinary])}
 
     def __call__(self, text: bytes) -> list[int]:
-        return [self._ids[bytes([byte])] for byte in text]
+        return [self._ids[byte] for i in range(len(text)) if (byte := text[i : i + 1]) in self._ids]
 
 
 def build(vocabulary: Vocabulary) -> LLTokenizer:
