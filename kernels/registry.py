@@ -15,6 +15,7 @@ _HOMES = {
     "rms_norm": "norm",
     "gated_rms_norm": "norm",
     "attn_res_mix": "attn_res",
+    "attn_res_mix_norm": "attn_res",
     "kda_decode": "kda",
     "kda_prefill": "kda",
     "mla_decode": "mla",
@@ -39,6 +40,7 @@ class Kernels:
     rms_norm: Callable[..., Tensor]
     gated_rms_norm: Callable[..., Tensor]
     attn_res_mix: Callable[..., Tensor]
+    attn_res_mix_norm: Callable[..., Tensor]
     kda_decode: Callable[..., Tensor]
     kda_prefill: Callable[..., Tensor]
     mla_decode: Callable[..., Tensor]

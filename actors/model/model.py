@@ -173,17 +173,17 @@ class Model:
         micro: int,
     ) -> Generator[None, None, Tensor]:
         """The layer loop; pauses between each dispatch and its combine."""
-        config, norm, eps = self.config, self.kernels.rms_norm, self.config.rms_norm_eps
+        config, eps = self.config, self.config.rms_norm_eps
         residual = self._embed(batch)
         for i in range(config.num_layers):
             attention, ffn = self.attention[i], self.ffn[i]
-            x_TH = norm(residual.attention_input(i), self.norms[i][0], eps)
+            x_TH = residual.attention_input(i, self.norms[i][0], eps)
             at = self.state_index[i]
             if isinstance(attention, Kda):
                 residual.add_attention(attention(x_TH, batch, state.conv[at], state.kda[at]))
             else:
                 residual.add_attention(attention(x_TH, batch, state.latents[at]))
-            x_TH = norm(residual.ffn_input(i), self.norms[i][1], eps)
+            x_TH = residual.ffn_input(i, self.norms[i][1], eps)
             if isinstance(ffn, Gated):
                 residual.add_ffn(ffn(x_TH))
                 continue
@@ -198,13 +198,13 @@ class Model:
             routed_TD = _pad_rows(exchange.combine(pending), x_TH.shape[0])
             residual.add_ffn(ffn.finish(routed_TD, x_TH, shared_TH))
         last_RH = residual.output()[_padded_index(batch.logit_rows_R)]
-        logits_RV = self.head(norm(last_RH, self.w_norm, eps)).float()
+        logits_RV = self.head(self.kernels.rms_norm(last_RH, self.w_norm, eps)).float()
         return logits_RV[: batch.logit_rows_R.shape[0]]
 
     def _embed(self, batch: Batch) -> Residual:
         x_TH = _pad_rows(F.embedding(batch.token_ids_T.to(self.device), self.w_embed), MIN_ROWS)
         if self.attn_res is None:
-            return PlainResidual(x_TH)
+            return PlainResidual(x_TH, self.kernels)
         return BlockResidual(x_TH, self.attn_res, self.kernels)
 
 

@@ -15,21 +15,25 @@ ATTN_RES_EPS = 1e-5
 
 
 class Residual(Protocol):
-    def attention_input(self, layer: int) -> Tensor: ...
+    """The inputs of attention and FFN come normalised, by the layer's norm weights and `eps`."""
+
+    def attention_input(self, layer: int, norm_H: Tensor, eps: float) -> Tensor: ...
     def add_attention(self, a_TH: Tensor) -> None: ...
-    def ffn_input(self, layer: int) -> Tensor: ...
+    def ffn_input(self, layer: int, norm_H: Tensor, eps: float) -> Tensor: ...
     def add_ffn(self, m_TH: Tensor) -> None: ...
-    def output(self) -> Tensor: ...
+    def output(self) -> Tensor:
+        """Not normalised: of most rows nobody wants the logits."""
+        ...
 
 
 class PlainResidual:
     """x += Attn(norm x); x += FFN(norm x)."""
 
-    def __init__(self, embedded_TH: Tensor) -> None:
-        self._x = embedded_TH
+    def __init__(self, embedded_TH: Tensor, kernels: Kernels) -> None:
+        self._x, self._norm = embedded_TH, kernels.rms_norm
 
-    def attention_input(self, layer: int) -> Tensor:
-        return self._x
+    def attention_input(self, layer: int, norm_H: Tensor, eps: float) -> Tensor:
+        return self._norm(self._x, norm_H, eps)
 
     def add_attention(self, a_TH: Tensor) -> None:
         self._x = self._x + a_TH
@@ -63,20 +67,21 @@ class BlockResidual:
     """
 
     def __init__(self, embedded_TH: Tensor, weights: AttnResWeights, kernels: Kernels) -> None:
-        self._weights, self._mix = weights, kernels.attn_res_mix
+        self._weights, self._kernels = weights, kernels
         self._buffer = embedded_TH.new_empty(weights.sources, *embedded_TH.shape)
         self._buffer[0] = embedded_TH
         self._frozen = 0
         self._restart = False
 
-    def _mixed(self, score_H: Tensor) -> Tensor:
+    def _normed(self, score_H: Tensor, norm_H: Tensor, eps: float) -> Tensor:
         if self._frozen == 0:
-            return self._buffer[0]
-        return self._mix(self._buffer[: self._frozen + 1], score_H, ATTN_RES_EPS)
+            return self._kernels.rms_norm(self._buffer[0], norm_H, eps)
+        sources_NTH = self._buffer[: self._frozen + 1]
+        return self._kernels.attn_res_mix_norm(sources_NTH, score_H, norm_H, ATTN_RES_EPS, eps)
 
-    def attention_input(self, layer: int) -> Tensor:
+    def attention_input(self, layer: int, norm_H: Tensor, eps: float) -> Tensor:
         # The mix before a block's first attention still sees the old bank; the push comes after.
-        h_TH = self._mixed(self._weights.attention[layer])
+        h_TH = self._normed(self._weights.attention[layer], norm_H, eps)
         self._restart = layer % self._weights.block == 0
         if self._restart:
             self._frozen += 1
@@ -89,11 +94,12 @@ class BlockResidual:
         else:
             running.add_(a_TH)
 
-    def ffn_input(self, layer: int) -> Tensor:
-        return self._mixed(self._weights.ffn[layer])
+    def ffn_input(self, layer: int, norm_H: Tensor, eps: float) -> Tensor:
+        return self._normed(self._weights.ffn[layer], norm_H, eps)
 
     def add_ffn(self, m_TH: Tensor) -> None:
         self._buffer[self._frozen].add_(m_TH)
 
     def output(self) -> Tensor:
-        return self._mixed(self._weights.output)
+        sources_NTH = self._buffer[: self._frozen + 1]
+        return self._kernels.attn_res_mix(sources_NTH, self._weights.output, ATTN_RES_EPS)

@@ -14,10 +14,7 @@ from expertmesh.deploy.bench.residual import K3, Result, Shape, compare, conditi
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import check_folder, size_text
 
-NOTE = (
-    "The model uses the unfused pair: it gives a token the same bits in any batch, which the fused "
-    "operator does not."
-)
+NOTE = "The model uses the fused operator everywhere but before the head."
 
 
 def run_residual(

@@ -37,10 +37,9 @@ def attn_res_mix_norm(
 ) -> Tensor:
     """The mix and the RMSNorm that follows it, in one operator; float32 from end to end.
 
-    No product of the sources' size is written: the scores are one matrix-vector product, and the
-    norm works in place on the mix. That product takes rows in groups, so the last bits of a token
-    depend on its place in the batch; the model, which promises that they do not, uses
-    `attn_res_mix` and `rms_norm`. Returns [T, H] in the sources' dtype.
+    Nothing of the sources' size is written: the scores are one product per token, and the norm
+    works in place on the mix. Both products take each token alone, so its bits do not depend on
+    its companions. Returns [T, H] in the sources' dtype.
     """
     count, tokens, width = sources_NTH.shape
     v_NTH = sources_NTH.float()
@@ -49,9 +48,10 @@ def attn_res_mix_norm(
     else:
         norm_NT = torch.linalg.vector_norm(v_NTH, dim=-1)
         mean_square_NT = torch.addcmul(constant(eps), norm_NT, norm_NT, value=1.0 / width)
-        score_NT = torch.mv(v_NTH.reshape(count * tokens, width), score_weight_H)
-        score_NT = score_NT.view(count, tokens).mul_(mean_square_NT.rsqrt_())
-        alpha_T1N = torch.softmax(score_NT.t(), -1).unsqueeze(1)
+        query_T1H = score_weight_H.expand(tokens, 1, width)
+        score_T1N = torch.bmm(query_T1H, v_NTH.permute(1, 2, 0))
+        score_T1N.mul_(mean_square_NT.rsqrt_().t().unsqueeze(1))
+        alpha_T1N = torch.softmax(score_T1N, -1)
         normed_TH = torch.bmm(alpha_T1N, v_NTH.transpose(0, 1)).squeeze(1)
         normed_TH.mul_(inverse_rms(normed_TH, norm_eps))
     return normed_TH.mul_(norm_weight_H).to(sources_NTH.dtype)

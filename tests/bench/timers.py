@@ -46,7 +46,7 @@ _PARTS: list[tuple[Any, str, str]] = [
 ]
 _RESIDUAL = ("attention_input", "add_attention", "ffn_input", "add_ffn", "output")
 _PARTS += [
-    (owner, name, "residual mix") for owner in (BlockResidual, PlainResidual) for name in _RESIDUAL
+    (owner, name, "residual, norm") for owner in (BlockResidual, PlainResidual) for name in _RESIDUAL
 ]
 
 

@@ -1,6 +1,7 @@
 """`expertmesh bench residual`: what is counted, what is compared, what is printed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,18 @@ def test_sites_are_those_of_the_model() -> None:
     assert shape is not None
     seen: list[int] = []
     weights = AttnResWeights(config, lambda name: torch.ones(1, config.hidden_size))
-    kernels = load_kernels()
+
+    def mix(sources: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(sources.shape[0])
+        return sources[0].clone()
+
+    kernels = replace(load_kernels(), attn_res_mix=mix, attn_res_mix_norm=mix)
     walked = BlockResidual(torch.zeros(1, config.hidden_size), weights, kernels)
-    walked._mix = lambda v, *rest: (seen.append(v.shape[0]), v[0])[1]  # type: ignore[func-returns-value]
+    ones = torch.ones(config.hidden_size)
     for layer in range(config.num_layers):
-        walked.attention_input(layer)
+        walked.attention_input(layer, ones, 1e-5)
         walked.add_attention(torch.zeros(1, config.hidden_size))
-        walked.ffn_input(layer)
+        walked.ffn_input(layer, ones, 1e-5)
         walked.add_ffn(torch.zeros(1, config.hidden_size))
     walked.output()
     assert [n for n in shape.sources() if n > 1] == seen

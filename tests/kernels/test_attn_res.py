@@ -48,7 +48,13 @@ def test_only_the_running_prefix_of_a_buffer_is_read() -> None:
 @pytest.mark.parametrize("width", [12, 32, 64, 256])
 def test_tokens_do_not_depend_on_companions(count: int, width: int) -> None:
     sources, weight = randn(count, 40, width), randn(width, seed=1)
+    norm = randn(width, seed=2)
+
+    def fused(rows: torch.Tensor) -> torch.Tensor:
+        return torch_ops.attn_res_mix_norm(sources[:, rows].contiguous(), weight, norm)
+
     assert_rows_alone(lambda rows: torch_ops.attn_res_mix(sources[:, rows].contiguous(), weight))
+    assert_rows_alone(fused)
 
 
 @given(
