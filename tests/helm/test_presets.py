@@ -46,6 +46,11 @@ def test_there_are_presets_for_every_kind_of_cluster() -> None:
     assert {"gpu-h200", "gpu-b200", "kind-nano", "eks", "gke", "airgapped", "autoscaling"} <= {*IDS}
 
 
+def test_the_guide_lists_them() -> None:
+    guide = (CHART.parent / "README.md").read_text()
+    assert all(f"| `{name}` |" in guide for name in IDS[1:])
+
+
 def test_lint(preset: Path | None) -> None:
     done = run_helm("lint", "--strict", CHART, *([] if preset is None else ["-f", preset]))
     assert done.returncode == 0, done.stdout + done.stderr
