@@ -16,11 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from expertmesh.actors.process import own_cores
 from expertmesh.cluster.membership import Member
-from expertmesh.cluster.settings import ClusterSettings
+from expertmesh.cluster.settings import OBJECT_STORE_BYTES, ClusterSettings
 from expertmesh.cluster.topology import Node
 
-# Request data never goes through the object store; this is enough for Ray's own needs.
-OBJECT_STORE_BYTES = 128 << 20
 # Slots of a local cluster beyond the actors' own: the front door's processes, and room to scale.
 SPARE_SLOTS = 20
 START_ATTEMPTS = 3

@@ -10,6 +10,10 @@ from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.cluster.autoscaling.settings import AutoscaleSettings
 
+# Of a cluster that is started here. Request data never goes through the object store; this is
+# enough for Ray's own needs.
+OBJECT_STORE_BYTES = 128 << 20
+
 
 class WatchSettings(BaseModel):
     """How soon a dead or stuck actor is noticed. A death is seen at once, a silence by these."""

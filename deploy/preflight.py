@@ -141,12 +141,12 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / MODEL_FILE).exists()
 
 
-def check_port(host: str, port: int) -> None:
-    """Refused with the owner's name when the address can not be listened on."""
-    hold_port(host, port).close()
+def check_port(host: str, port: int, flag: str = "--port") -> None:
+    """Refused with the owner's name when the address can not be listened on. flag: what sets it."""
+    hold_port(host, port, flag).close()
 
 
-def hold_port(host: str, port: int) -> socket.socket:
+def hold_port(host: str, port: int, flag: str = "--port") -> socket.socket:
     """The address, taken until the returned socket is closed; see `listener.hold`. Refused like
     `check_port`."""
     try:
@@ -158,10 +158,10 @@ def hold_port(host: str, port: int) -> socket.socket:
             ExitCode.PORT, f"port {port} needs more rights than this user has", "use 1024 or above"
         ) from error
     except OSError as error:
-        raise _port_refusal(host, port, error) from error
+        raise _port_refusal(host, port, flag, error) from error
 
 
-def _port_refusal(host: str, port: int, error: OSError) -> Refused:
+def _port_refusal(host: str, port: int, flag: str, error: OSError) -> Refused:
     if error.errno == errno.EADDRNOTAVAIL:
         hint = "pass an address of this machine with --host, or 0.0.0.0 for all of them"
         return Refused(ExitCode.PORT, f"{host} is not an address of this machine", hint)
@@ -169,8 +169,23 @@ def _port_refusal(host: str, port: int, error: OSError) -> Refused:
         return Refused(ExitCode.PORT, f"port {port} on {host}: {error.strerror}")
     owner = port_owner(port)
     by = f" by {owner}" if owner else ""
-    hint = "stop that process, or choose another port with --port"
+    hint = f"stop that process, or choose another port with {flag}"
     return Refused(ExitCode.PORT, f"port {port} on {host} is taken{by} ({error.strerror})", hint)
+
+
+def shm_warning(needed: int, folder: str = "/dev/shm") -> str:
+    """What to tell where shared memory is too small for an object store of `needed` bytes; "" where
+    it is not. Ray then keeps the store on disk. No request depends on it."""
+    try:
+        free = int(psutil.disk_usage(folder).free)
+    except OSError:
+        return ""
+    if free >= needed:
+        return ""
+    return (
+        f"{folder} has {free:,} bytes free and Ray's object store takes {needed:,}: it goes to "
+        "/tmp instead. Give the container more, as with --shm-size=1g"
+    )
 
 
 def check_cluster(address: str) -> None:

@@ -15,6 +15,7 @@ from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.process import own_cores
+from expertmesh.cluster.settings import OBJECT_STORE_BYTES
 from expertmesh.deploy import preflight
 from expertmesh.deploy.preflight import size_text
 from expertmesh.deploy.serve_console import announce, print_mesh, print_plan
@@ -37,7 +38,7 @@ def run(options: ServeOptions) -> None:
         grpc = options.edge.grpc
         with (
             preflight.hold_port(options.host, options.port),
-            preflight.hold_port(grpc.host or options.host, grpc.port)
+            preflight.hold_port(grpc.host or options.host, grpc.port, "--grpc-port")
             if grpc.port
             else contextlib.nullcontext(),
         ):
@@ -46,6 +47,7 @@ def run(options: ServeOptions) -> None:
             slots = _choose_slots(console, options, config, summary)
             print_plan(console, options, config, summary)
             print_mesh(console, options, config, slots)
+            _warn_of_shm(console, options)
             if options.dry_run:
                 return
             # Held until the end: a start takes long, and the door shares its port with whoever
@@ -63,6 +65,13 @@ def run(options: ServeOptions) -> None:
         if ended.code != signal.SIGTERM:
             raise
         _stopped(console)
+
+
+def _warn_of_shm(console: Console, options: ServeOptions) -> None:
+    if options.one_process or options.address is not None:
+        return  # no Ray, or one that has been started
+    if warning := preflight.shm_warning(OBJECT_STORE_BYTES):
+        console.print(f"[yellow]warning[/]: {warning}")
 
 
 def _stopped(console: Console) -> None:

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from expertmesh.actors.process import own_cores
-from expertmesh.cluster.ray_cluster import OBJECT_STORE_BYTES
+from expertmesh.cluster.settings import OBJECT_STORE_BYTES
 from expertmesh.deploy.doctor.findings import Finding, judged
 from expertmesh.deploy.preflight import RAY_BYTES, available_memory, size_text
 

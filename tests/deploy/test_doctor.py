@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from expertmesh.actors.exchange.base import ExchangeError
-from expertmesh.cluster.ray_cluster import OBJECT_STORE_BYTES
+from expertmesh.cluster.settings import OBJECT_STORE_BYTES
 from expertmesh.deploy.cli import BUNDLED, app
 from expertmesh.deploy.doctor import exchange_test, machine, model, network, ray_probe, software
 from expertmesh.deploy.doctor.findings import Finding

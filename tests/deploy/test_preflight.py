@@ -358,3 +358,19 @@ def test_serve_arguments_are_strict(checkpoint: Path) -> None:
             build_openai_app(bad)
     with pytest.raises(ValidationError):
         DoorSettings(model=checkpoint, mesh="a", namespace="n", port=0)
+
+
+class TestSharedMemory:
+    def test_enough_needs_no_word(self) -> None:
+        assert preflight.shm_warning(1) == ""
+        assert preflight.shm_warning(1 << 60, "/no/such/folder") == ""
+
+    def test_too_little_is_told_in_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Usage:
+            free = (128 << 20) - 4096  # a few bytes short is short
+
+        monkeypatch.setattr(preflight.psutil, "disk_usage", lambda folder: Usage)
+        assert preflight.shm_warning(Usage.free) == ""
+        assert preflight.shm_warning(128 << 20).startswith(
+            "/dev/shm has 134,213,632 bytes free and Ray's object store takes 134,217,728"
+        )
