@@ -1,6 +1,6 @@
 // What all parts of the page share: its data, and numbers as text.
 const $ = (id) => document.getElementById(id);
-// Absolute: a page that was opened as https://user:key@host may not ask for relative addresses.
+// Absolute: a page that was opened with a key in its address may not ask for relative ones.
 const address = `${location.origin}${location.pathname.replace(/\/+$/, "")}/data`;
 const LAYERS_NUMBERED = 16, RANKS_NUMBERED = 8;
 

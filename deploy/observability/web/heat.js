@@ -53,22 +53,20 @@ function drawHeat(id, field, columns, labels) {
   }
 }
 
+/** Why there is no heat map, in its place; "" for one that is to be drawn. */
 function note(id, text) {
-  const [context, width, height] = open($(id));
-  context.fillStyle = colour("quiet");
-  context.textAlign = "center";
-  context.font = context.font.replace("11px", "13px");
-  context.fillText(text, width / 2, height / 2);
+  for (const part of $(id).closest("section").children) {
+    if (!part.matches("h2, .readout")) part.hidden = Boolean(text);
+  }
+  if (text) $(`${id}-readout`).textContent = text;
 }
 
 function drawHeats() {
   const missing = !last || !last.has_mesh ? "This server runs in one process: hits are not counted."
     : !heat ? "The mesh does not answer."
     : !heat.layers.some((layer) => layer.spread.length) ? "No hits yet. The ledger looks every 10 s." : "";
-  if (missing) {
-    for (const id of ["heat", "spread"]) { note(id, missing); $(`${id}-readout`).textContent = missing; }
-    return;
-  }
+  for (const id of ["heat", "spread"]) note(id, missing);
+  if (missing) return;
   const ranks = heat.seats.length, columns = Math.max(...heat.layers.map((layer) => layer.spread.length));
   drawHeat("heat", "ranks", ranks, (i) => (ranks > 4 ? String(i) : heat.seats[i]));
   drawHeat("spread", "spread", columns, (i) => String(Math.round(i * heat.experts / columns) + 1));
