@@ -115,6 +115,12 @@ def read_shard(path: Path) -> Shard:
     return Shard(path, size, entries)
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether `path` holds the place of a file that was not fetched. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
 def _refuse_bad_length(path: Path, size: int, length: int, start: bytes) -> None:
     if start.startswith(_LFS_POINTER):
         raise CheckpointError(

@@ -150,7 +150,7 @@ def _absent(folder: Path, files: Sequence[str]) -> list[Problem]:
     return [
         Problem(f"{name}: named by the index, not there", name, "", "a file", "nothing")
         for name in files
-        if not (folder / name).exists()
+        if not (folder / name).is_file()
     ]
 
 

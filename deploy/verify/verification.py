@@ -1,6 +1,6 @@
 """The checks of `expertmesh verify` in their order; the loader's own checks do the refusing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from rich.progress import (
 from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.problems import CheckpointError, Problem
-from expertmesh.actors.model.shard import Shard
+from expertmesh.actors.model.shard import Shard, is_lfs_pointer
 from expertmesh.actors.model.shard_set import FolderSurvey, survey_folder
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.validate import survey_tensors
@@ -66,6 +66,7 @@ def verify(
         if survey is not None:
             summary = _compare_headers(folder, config, survey, findings, quick)
     files = _files(folder, apart)
+    findings.take("files", _pointers(files))
     against = _Manifest(listed or {}, findings)
     if listed is not None:
         against.compare_names(files)
@@ -152,6 +153,19 @@ def _files(folder: Path, apart: frozenset[Path]) -> dict[str, Path]:
         if not hidden and path.is_file() and path.resolve() not in apart:
             found[name.as_posix()] = path
     return found
+
+
+def _pointers(files: Mapping[str, Path]) -> Iterator[Problem]:
+    """Small files that were not fetched either; reading a shard's header tells of shards."""
+    for name, path in files.items():
+        if name.endswith(".safetensors"):
+            continue
+        try:
+            if is_lfs_pointer(path):
+                text = f"{name}: a Git LFS pointer, not the file; fetch it first"
+                yield Problem(text, name, "", "the file", "a Git LFS pointer")
+        except OSError as error:
+            yield Problem(f"{name}: cannot be read ({error.strerror})", name)
 
 
 class _Reader:

@@ -46,7 +46,9 @@ _PARTS: list[tuple[Any, str, str]] = [
 ]
 _RESIDUAL = ("attention_input", "add_attention", "ffn_input", "add_ffn", "output")
 _PARTS += [
-    (owner, name, "residual, norm") for owner in (BlockResidual, PlainResidual) for name in _RESIDUAL
+    (owner, name, "residual, norm")
+    for owner in (BlockResidual, PlainResidual)
+    for name in _RESIDUAL
 ]
 
 

@@ -380,6 +380,20 @@ class TestManifest:
         assert needle in done.stderr and len(done.stderr) < 1000
 
 
+def test_small_files_that_were_not_fetched(folder: Path) -> None:
+    content = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 1\n"
+    (folder / "tiktoken.model").write_text(content)
+    told = {one["check"]: one for one in found(run(folder, "--quick"))}
+    assert told["files"]["file"] == "tiktoken.model" and "LFS" in told["files"]["text"]
+
+
+def test_a_shard_that_is_no_file(folder: Path) -> None:
+    (shard := shards_of(folder)[0]).unlink()
+    os.mkfifo(shard)  # opening it would wait for a writer
+    (told,) = found(run(folder))
+    assert told["file"] == shard.name and told["expected"] == "a file"
+
+
 def test_wrong_usage_and_no_model(tiny: Path, tmp_path: Path) -> None:
     def code(*arguments: object) -> int:
         return CliRunner().invoke(app, ["verify", *map(str, arguments)]).exit_code
