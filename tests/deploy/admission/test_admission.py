@@ -214,6 +214,26 @@ def test_a_full_queue_takes_from_who_has_most() -> None:
     play(story, running=1, waiting=4)
 
 
+def test_a_key_that_asks_now_and_then_never_waits_for_a_flood() -> None:
+    """Of the 200 that wait at most one starts before each of its requests."""
+
+    async def story(scene: Scene) -> None:
+        flood, light = key("flood"), key("light")
+        for n in range(200):
+            await scene.come(f"flood-{n}", flood)
+        for n in range(10):
+            for _ in range(5):  # some time goes by
+                await scene.end(scene.order[len(scene.order) - 2])
+            await scene.come(f"light-{n}", light)
+            before = len(scene.order)
+            while f"light-{n}" not in scene.order:
+                await scene.end(next(name for name in scene.order if not scene.tasks[name].done()))
+            assert scene.order.index(f"light-{n}") <= before + 1
+            await scene.end(f"light-{n}")
+
+    play(story, running=2)
+
+
 def test_a_wait_ends() -> None:
     async def story(scene: Scene) -> None:
         await scene.come("a")

@@ -20,7 +20,7 @@ from expertmesh.deploy.auth.keys import KeysError, file_line, hash_key
 from expertmesh.deploy.edge_settings import AuthSettings
 
 
-def lines(*keys: str, **fields: str) -> str:
+def lines(*keys: str) -> str:
     """A keys file in which each key has itself as its name."""
     return "".join(f"- {file_line(key, hash_key(key))}\n" for key in keys)
 
@@ -216,7 +216,7 @@ def password(pair: str) -> str:
         (None, "missing"), ("", "missing"), ("Bearer", "missing"), ("Bearer ", "missing"),
         ("k:1", "missing"), ("Basic k:1", "missing"), (f"Basic {password('u:k:1')}", "missing"),
         ("Token k:1", "missing"), ("Bearer x", "unknown"), ("Bearer k:1x", "unknown"),
-        ("Bearer K:1", "unknown"), ("Bearer \xff\xfe", "unknown"), ("Bearer " + "x" * 9000, "unknown"),
+        ("Bearer K:1", "unknown"), ("Bearer \xff\xfe", "unknown"), ("Bearer " + "x" * 9, "unknown"),
         ("Bearer k:1", NAME), ("bearer k:1", NAME), ("BEARER  k:1 ", NAME),
     ],
 )  # fmt: skip

@@ -87,7 +87,7 @@ def entry(**fields: Any) -> str:
         (f"- !{CANARY} x", "neither JSON lines nor YAML at line 1"),
         (f'{{"name": "a", "hash": "{A}"}}\n{{"hash": {CANARY}}}', "line 2 is not JSON"),
         (f'{{"name": "a", "hash": "{CANARY}"}}', "line 1: hash"),
-        (f"{{\"name\": \"a\", \"hash\": \"{A}\"}}\n\n{{\"x\": \"{CANARY}\"}}", "line 3: an unknown"),
+        (f'{{"name": "a", "hash": "{A}"}}\n\n{{"x": "{CANARY}"}}', "line 3: an unknown"),
     ],
 )  # fmt: skip
 def test_errors_name_the_place_and_never_the_value(text: str, said: str) -> None:
