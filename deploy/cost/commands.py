@@ -51,7 +51,7 @@ def load(
     from expertmesh.deploy.cost import actions
     from expertmesh.deploy.cost.load import PROMPTS, Plan
 
-    texts = [] if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
+    texts = [] if prompts is None else prompts.read_text("utf-8", "replace").splitlines()
     lines = [line for line in texts if line.strip()]
     if prompts is not None and not lines:
         raise typer.BadParameter("holds no prompt", param_hint="--prompts")

@@ -79,7 +79,8 @@ class LoadTest(_Priced):
 
 class Session(_Priced):
     """A server's work since its start. Recorded again, the later record of a `session` stands for
-    the earlier: both count from the same start."""
+    the earlier: both count from the same start. requests: the answers that ended well, and what
+    failed, whoever's fault that was."""
 
     LEDGER: ClassVar[str] = "sessions"
 

@@ -35,9 +35,12 @@ class Line(msgspec.Struct, frozen=True):
 def summarize(records: Sequence[Record]) -> list[Line]:
     """One line per ledger and currency, in a fixed order."""
     groups: dict[tuple[str, str], list[Record]] = {}
-    for record in _standing(records):
-        groups.setdefault((record.LEDGER, _currency(record)), []).append(record)
-    return [_line(ledger, currency, group) for (ledger, currency), group in sorted(groups.items())]
+    for record in records:
+        groups.setdefault((record.LEDGER, record.currency or ""), []).append(record)
+    return [
+        _line(ledger, currency, _standing(group), _peak(group))
+        for (ledger, currency), group in sorted(groups.items())
+    ]
 
 
 def _standing(records: Iterable[Record]) -> list[Record]:
@@ -48,19 +51,19 @@ def _standing(records: Iterable[Record]) -> list[Record]:
     return list(kept.values())
 
 
-def _currency(record: Record) -> str:
-    return record.currency or ""
+def _peak(records: Iterable[Record]) -> int | None:
+    """The most memory that any of them has seen, also those a later one stands for."""
+    seen = [one.memory_bytes for one in records if isinstance(one, LoadTest | Session)]
+    return max((one for one in seen if one is not None), default=None)
 
 
-def _line(ledger: str, currency: str, group: Sequence[Record]) -> Line:
+def _line(ledger: str, currency: str, group: Sequence[Record], peak: int | None) -> Line:
     costs = [record.cost for record in group]
     cost = sum((one for one in costs if one is not None), Decimal(0)) if currency else None
     prompt = sum(record.prompt_tokens or 0 for record in group)
     generated = sum(record.generated_tokens or 0 for record in group)
     requests = sum(record.requests or 0 for record in group)
     completed = sum(record.completed or 0 for record in group)
-    memory = [one.memory_bytes for one in group if isinstance(one, LoadTest | Session)]
-    known = [one for one in memory if one is not None]
     times = sorted(record.at.isoformat(timespec="seconds") for record in group)
     return Line(
         ledger=ledger,
@@ -77,7 +80,7 @@ def _line(ledger: str, currency: str, group: Sequence[Record]) -> Line:
         completed=completed,
         completion_rate=completed / requests if requests else None,
         tokens_per_second=_speed(group, generated),
-        peak_memory_bytes=max(known, default=None),
+        peak_memory_bytes=peak,
     )
 
 

@@ -75,8 +75,11 @@ class TestMoney:
         assert lines[-1].cost == 2
 
     def test_of_one_session_the_last_record_counts(self) -> None:
-        (line,) = summarize([session(), session(seconds=7200.0, generated_tokens=300)])
+        earlier = session(memory_bytes=9, memory_of="processes")
+        later = session(seconds=7200.0, generated_tokens=300, memory_bytes=7, memory_of="processes")
+        (line,) = summarize([earlier, later])
         assert (line.records, line.cost, line.generated_tokens) == (1, 2, 300)
+        assert line.peak_memory_bytes == 9
 
     def test_a_credit_lowers_the_bill(self) -> None:
         (line,) = summarize([charge(), charge(cost="-80", invoice="credit")])
