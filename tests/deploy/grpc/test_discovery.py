@@ -1,5 +1,8 @@
 """What a stranger with nothing but the port finds: services, their methods, and health."""
 
+import contextlib
+import io
+import textwrap
 import threading
 
 import grpc
@@ -11,11 +14,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from expertmesh.deploy.grpc import server
 from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
 from expertmesh.deploy.openai.served import ServedModel
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import ENGINE
-from tests.support.grpc_server import grpc_server
+from tests.support.grpc_server import GrpcThread, grpc_server
 from tests.support.server_process import wait_for
 
 HEALTH = "grpc.health.v1.Health"
@@ -67,6 +71,17 @@ class TestReflection:
 def check(channel: grpc.Channel, service: str) -> int:
     request = health_pb2.HealthCheckRequest(service=service)
     return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status)
+
+
+def test_the_example_of_the_documentation(
+    channel: grpc.Channel, fake_grpc: tuple[FakeEngineClient, GrpcThread], fake: FakeEngineClient
+) -> None:
+    assert server.__doc__ is not None
+    code = textwrap.dedent(server.__doc__.partition("\n\n")[2].partition("\n\nOther")[0])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code.replace("127.0.0.1:50051", fake_grpc[1].address))
+    assert printed.getvalue() == ("Once upon a time" * 40)[: len(printed.getvalue())] != ""
 
 
 class Watcher:
