@@ -65,6 +65,10 @@ class Browser:
         script = "return document.querySelector(arguments[0]).toDataURL()"
         return str(self.driver.execute_script(script, canvas))
 
+    def count(self, selector: str) -> int:
+        """Elements on the page."""
+        return int(self.run("return document.querySelectorAll(arguments[0]).length", selector))
+
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
 
