@@ -3,6 +3,8 @@
 import socket
 import ssl
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -78,6 +80,15 @@ def _one_at_a_time(port: int, limit: float = 5.0) -> socket.socket:
             time.sleep(0.01)
 
 
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the process: on SIGTERM uvicorn would close the port at once, and whoever
+    comes during the drain would meet a crash."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 def http_server(
     app: ASGIApp, grace_seconds: int, lifespan: bool = True, http: HttpSettings | None = None
 ) -> uvicorn.Server:
@@ -104,4 +115,4 @@ def http_server(
         ssl_ca_certs=None if ca_file is None else str(ca_file),
         ssl_cert_reqs=ssl.CERT_NONE if ca_file is None else ssl.CERT_REQUIRED,
     )
-    return uvicorn.Server(config)
+    return HttpServer(config)
