@@ -5,8 +5,8 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -79,6 +79,17 @@ class Admission:
             except ApiError:
                 self._telemetry.refused("rate_limit")
                 raise
+
+    @contextmanager
+    def reading(self, key: ApiKey | None) -> Iterator[None]:
+        """While a request's body comes, it counts as one that its key has under way: slow uploads
+        are as many as its limit at most."""
+        meter = self._meter(ANONYMOUS if key is None else key.name)
+        meter.in_flight += 1
+        try:
+            yield
+        finally:
+            meter.in_flight -= 1
 
     def _meter(self, name: str) -> Meter:
         return self._meters.setdefault(name, Meter())

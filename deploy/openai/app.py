@@ -184,7 +184,7 @@ class Endpoints:
         try:
             key = request.scope.get("api_key")
             self._front.check_open(key)
-            with self._front.traffic.accepted():
+            with self._front.traffic.accepted(), self._front.admission.reading(key):
                 body, heavy = await self._body(request)
                 body.setdefault("request_id", request.state.request_id)
                 generation, early_stop = (

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +295,32 @@ def test_a_limit_is_told_before_the_body_is_read(stage: Build, tmp_path: Path) -
         door.text("a", max_tokens=1)
         response = door.http.post("/v1/completions", content=b"not even JSON")
         assert envelope(response, 429)["code"] == "requests_per_minute_exceeded"
+
+
+def test_slow_uploads_are_under_way_too(stage: Build, tmp_path: Path) -> None:
+    keys = keys_file(tmp_path / "keys", one={"requests_in_flight": 1}, other={})
+    here = stage(auth={"keys_file": keys})
+    whole, uploading = json.dumps(body("a")).encode(), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield whole[:10]
+        await uploading.wait()
+        yield whole[10:]
+
+    async def main() -> None:
+        async with here.http("one") as client, here.http("other") as other:
+            headers = {"content-type": "application/json"}
+            slow = asyncio.create_task(
+                client.post("/v1/completions", content=slowly(), headers=headers)
+            )
+            await here.until(lambda: here.front.traffic.requests == 1)
+            response = await client.post("/v1/completions", json=body("b"))
+            assert envelope(response, 429)["code"] == "requests_in_flight_exceeded"
+            assert (await other.post("/v1/completions", json=body("b"))).status_code == 200
+            uploading.set()
+            assert (await slow).status_code == 200
+
+    asyncio.run(main())
 
 
 def test_a_key_is_as_urgent_as_it_may_be_in_the_engine_too(stage: Build, tmp_path: Path) -> None:
