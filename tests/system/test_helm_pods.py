@@ -25,12 +25,14 @@ from tests.helm.chart import (
     groups,
     render,
     serve_config,
+    service,
 )
 from tests.support.hosts import REPOSITORY, Host, Scene, scene
 from tests.support.server_process import wait_for
 
 START = 240.0
 TOKEN = "em-admin-of-this-test"
+RAY_TOKEN = "0123456789abcdef" * 4  # KubeRay makes one per cluster
 MODELS = "/opt/expertmesh/models"
 
 
@@ -42,6 +44,7 @@ def chart() -> Objects:
             "experts.replicas": 1,
             "experts.actorsPerPod": 2,
             "auth.adminToken.value": TOKEN,
+            "grpc.enabled": True,
             "mesh": {"engine": {"pages": 64, "slots": 4}, "threads_per_actor": 1},
         },
     )
@@ -77,7 +80,13 @@ class Pods:
             for e in container(self.objects, name)["env"]
             if "value" in e
         ]
-        return ["env", *given, f"EXPERTMESH_ADMIN_TOKEN={TOKEN}", "RAY_AUTH_MODE=disabled"]
+        return ["env", *given, f"EXPERTMESH_ADMIN_TOKEN={TOKEN}", *self.ray_token()]
+
+    def ray_token(self) -> list[str]:
+        """What KubeRay adds to the environment."""
+        mode = service(self.objects)["rayClusterConfig"]["authOptions"]["mode"]
+        assert mode == "token"
+        return [f"RAY_AUTH_MODE={mode}", f"RAY_AUTH_TOKEN={RAY_TOKEN}"]
 
     def command(self, name: str) -> str:
         """As KubeRay writes it, without --block."""
@@ -115,9 +124,8 @@ class Pods:
 
         def put() -> int:
             url = f"http://{self.hosts['head'].address}:8265/api/serve/applications/"
-            request = urllib.request.Request(
-                url, body, {"content-type": "application/json"}, method="PUT"
-            )
+            headers = {"content-type": "application/json", "authorization": f"Bearer {RAY_TOKEN}"}
+            request = urllib.request.Request(url, body, headers, method="PUT")
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return int(answer.status)
 
@@ -174,6 +182,17 @@ def running(host: Host, pattern: str) -> bool:
         ).returncode
         == 0
     )
+
+
+def test_grpc_answers_on_its_own_port(pods: Pods) -> None:
+    ask = (
+        "import grpc; from grpc_health.v1.health_pb2 import HealthCheckRequest as Request; "
+        "from grpc_health.v1.health_pb2_grpc import HealthStub; "
+        f"channel = grpc.insecure_channel('{pods.hosts['front-door'].address}:50051'); "
+        "print(HealthStub(channel).Check(Request(), timeout=30).status)"
+    )
+    done = pods.hosts["attention"].run("python", "-c", ask)
+    assert (done.stdout.strip(), done.returncode) == ("1", 0), done.stderr  # SERVING
 
 
 def test_a_front_door_that_leaves_lets_its_stream_finish(pods: Pods) -> None:
