@@ -13,6 +13,7 @@ _FUNCTION: Schema = {
     "required": ["name"],
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": 256},
+        "strict": {"type": ["boolean", "null"]},
         "description": _TEXT,
         "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
     },
