@@ -58,6 +58,8 @@ def test_wrong_types_are_refused_with_their_paths() -> None:
         "attention.replicas": ("8", "/attention/replicas': got string, want integer"),
         "experts.actorsPerPod": (1.5, "/experts/actorsPerPod': got number, want integer"),
         "service.port": ("8000", "/service/port': got string, want integer"),
+        "frontDoor.replicas": (0, "/frontDoor/replicas': minimum"),
+        "autoscaling.attention.minReplicas": (0, "/autoscaling/attention/minReplicas': minimum"),
         "grpc.port": (70000, "/grpc/port': maximum"),
         "extraEnv": ([{"name": "A", "value": 1}], "/extraEnv/0/value': got number, want string"),
         "head.resources.memory": (8, "/head/resources/memory': got number"),
