@@ -24,6 +24,13 @@ from tests.support.tools import missing, require_tool
 NETWORK = "10.77.0"
 REPOSITORY = Path(__file__).resolve().parents[2]
 _HELD = ["setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--kill-child"]
+# Which kernels compute, so that hosts and this process agree to the last bit.
+_INHERITED = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "PYTHONPATH",
+)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
 
@@ -120,7 +127,11 @@ class Scene:
         prefix = shlex.quote(sys.prefix)
         (folder / "home/.bashrc").write_text(
             f"export PATH={prefix}/bin:$PATH OMP_NUM_THREADS=1\n"
-            f"export PYTHONPATH={shlex.quote(os.environ.get('PYTHONPATH', ''))}\n"
+            + "".join(
+                f"export {name}={shlex.quote(os.environ[name])}\n"
+                for name in _INHERITED
+                if name in os.environ
+            )
         )
         (folder / "home/expertmesh").symlink_to(sys.prefix)
         (folder / "sshd_config").write_text(_SSHD)
