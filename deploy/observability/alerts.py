@@ -1,7 +1,7 @@
 """What somebody should be told, and the recorded ratios that the burn rates need."""
 
 from expertmesh.cluster import metrics as m
-from expertmesh.deploy.observability.promql import Query, over, per, total
+from expertmesh.deploy.observability.promql import SERVER, Query, over, per, total
 from expertmesh.deploy.observability.rules import Alert, Group, Record
 from expertmesh.deploy.observability.slo import FIRST_TOKEN_SLO, INTER_TOKEN_SLO, Objective
 
@@ -18,6 +18,11 @@ def window(length: str) -> Query:
 
 
 Q = window("5m")
+
+
+def _each(function: str, metric: m.Metric) -> str:
+    """Of every engine or seat: what the front doors of its server say."""
+    return over(function, Q.select(metric), *SERVER, *metric.labels)
 
 
 def slow(objective: Objective, length: str) -> str:
@@ -98,7 +103,7 @@ SERVING = Group(
         ),
         Alert(
             "ExpertMeshReplicaDown",
-            f"{over('min', Q.select(m.ENGINE_UP), 'model_name', 'engine')} == 0",
+            f"{_each('min', m.ENGINE_UP)} == 0",
             "critical",
             "Attention replica {{ $labels.engine }} of {{ $labels.model_name }} is down",
             "Its requests went on elsewhere if there is another replica. GET /mesh shows the seat.",
@@ -126,7 +131,7 @@ SERVING = Group(
         ),
         Alert(
             "ExpertMeshStateFull",
-            f"{over('max', Q.select(m.KV_CACHE_USAGE), 'model_name', 'engine')} > 0.95",
+            f"{_each('max', m.KV_CACHE_USAGE)} > 0.95",
             "warning",
             "{{ $labels.engine }} of {{ $labels.model_name }} has no pages left",
             "{{ $value | humanizePercentage }} of its pages are in use: sequences wait or are "
@@ -152,13 +157,13 @@ SERVING = Group(
     ),
 )
 
-_PROGRESS = f"max by (model_name) (increase({m.MOVED_EXPERTS.exposed[0]}[15m]))"
+_PROGRESS = window("15m").increase(m.MOVED_EXPERTS)
 MESH = Group(
     "expertmesh-mesh",
     (
         Alert(
             "ExpertMeshExpertDown",
-            f"{over('min', Q.select(m.EXPERT_UP), 'model_name', 'seat')} == 0",
+            f"{_each('min', m.EXPERT_UP)} == 0",
             "critical",
             "Expert actor {{ $labels.seat }} of {{ $labels.model_name }} is down",
             "The mesh serves on with the copies of its experts while it is replaced.",

@@ -1,8 +1,8 @@
 """Queries from metric definitions, so that no dashboard or rule names what is not exported.
 
-Every front door shows the same engines and the same mesh. What they share is taken once (the
-largest, by all labels of the metric) before anything is added up, or three doors would show three
-times the traffic.
+Every front door of a server shows the same engines and the same mesh. What they share is taken once
+(the largest, by server and all labels of the metric) before anything is added up, or three doors
+would show three times the traffic.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from expertmesh.cluster.metrics import SHARED, Metric
 
 # Labels that a dashboard has a variable for.
 VARIABLES = ("model_name", "engine", "seat")
+# What tells servers apart: labels that Prometheus adds, the same for all front doors of one.
+SERVER = ("job", "namespace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Query:
     def _once(self, metric: Metric, expression: str, part: str = "") -> str:
         if metric not in SHARED:
             return expression
-        return over("max", expression, *metric.labels, *(("le",) if part == "bucket" else ()))
+        le = ("le",) if part == "bucket" else ()
+        return over("max", expression, *SERVER, *metric.labels, *le)
 
     def quantile(self, q: float, metric: Metric, *by: str) -> str:
         """Of a histogram over all series that differ in anything but `by`."""

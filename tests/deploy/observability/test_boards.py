@@ -13,7 +13,7 @@ from expertmesh.deploy.observability import generate
 from expertmesh.deploy.observability.__main__ import main
 from expertmesh.deploy.observability.promql import Query
 from tests.support.promql import expressions, filled, grouped_by, references
-from tests.support.promtool import check_rules
+from tests.support.promtool import check_rules, run_rule_tests
 
 BOARDS = [f"{board.uid}.json" for board in generate.BOARDS]
 RULES = "expertmesh-rules.yaml"
@@ -22,7 +22,7 @@ LABELS = {
     for name in metric.exposed
 }  # fmt: skip
 # What Prometheus adds to every scraped series.
-SCRAPED = {"job", "instance"}
+SCRAPED = {"job", "instance", "namespace"}
 
 
 def load(name: str) -> Any:
@@ -134,7 +134,24 @@ def test_what_every_front_door_tells_is_counted_once() -> None:
                 for metric in metrics.SHARED:
                     for exposed in metric.exposed:
                         if f"{exposed}{{" in expr and "sum" in expr:
-                            assert f"max by ({', '.join(metric.labels)}" in expr, expr
+                            assert f"max by (job, namespace, {', '.join(metric.labels)}" in expr
+
+
+def test_doors_do_not_multiply_the_traffic_and_servers_do() -> None:
+    """Two servers of one model, of three front doors each: 600 and 60 tokens a minute."""
+    name = metrics.ENGINE_GENERATION_TOKENS.exposed[0]
+    series = [
+        {
+            "series": f'{name}{{job="{job}",instance="{door}",model_name="m",engine="0"}}',
+            "values": f"0+{pace}x60",
+        }
+        for job, pace in (("a", 600), ("b", 60))
+        for door in "123"
+    ]
+    expr = filled(f"sum({Query('5m', True).rate(metrics.ENGINE_GENERATION_TOKENS)})", ".*")
+    expected = [{"expr": expr, "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": 11}]}]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
+    run_rule_tests({"doors.test": yaml.safe_dump({"rule_files": [], "tests": [test]})}, {})
 
 
 def test_a_query_can_not_be_made_of_what_is_not_there() -> None:
