@@ -24,23 +24,54 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Seconds of each, and first / second of each round."""
+    """Seconds of each by one clock, and first / second of each round."""
 
     first: Spread
     second: Spread
     ratio: Spread
+
+    @staticmethod
+    def of(first: Sequence[float], second: Sequence[float]) -> "Pair":
+        ratios = [a / max(b, 1e-9) for a, b in zip(first, second, strict=True)]
+        return Pair(Spread.of(first), Spread.of(second), Spread.of(ratios))
+
+
+class Clocks(msgspec.Struct, frozen=True):
+    """wall: what a user waits. cpu: what this process computed, whoever else had the cores."""
+
+    wall: Pair
+    cpu: Pair
     rounds: int
 
 
-def alternate(first: Callable[[], object], second: Callable[[], object], rounds: int) -> Pair:
-    """Both once in every round, in turns first; one round more goes before, uncounted."""
-    taken: tuple[list[float], list[float]] = ([], [])
-    for at in range(rounds + 1):
-        order = ((0, first), (1, second)) if at % 2 else ((1, second), (0, first))
-        for which, run in order:
-            began = time.perf_counter()
-            run()
-            taken[which].append(time.perf_counter() - began)
-    a, b = taken[0][1:], taken[1][1:]
-    ratios = [one / other for one, other in zip(a, b, strict=True)]
-    return Pair(Spread.of(a), Spread.of(b), Spread.of(ratios), rounds)
+# Shorter runs are repeated within a round: a clock and a scheduler have their grain.
+LEAST_SECONDS = 0.02
+MOST_REPEATS = 50
+
+
+def alternate(
+    first: Callable[[], object],
+    second: Callable[[], object],
+    rounds: int,
+    least_s: float = LEAST_SECONDS,
+) -> Clocks:
+    """Both in every round, in turns first, each as often as takes about `least_s`."""
+    runs = (first, second)
+    times = min(MOST_REPEATS, max(1, round(least_s / max(map(_seconds, runs)))))
+    wall: tuple[list[float], list[float]] = ([], [])
+    cpu: tuple[list[float], list[float]] = ([], [])
+    for at in range(rounds):
+        for which in (1, 0) if at % 2 else (0, 1):
+            began, used = time.perf_counter(), time.process_time()
+            for _ in range(times):
+                runs[which]()
+            cpu[which].append((time.process_time() - used) / times)
+            wall[which].append((time.perf_counter() - began) / times)
+    return Clocks(Pair.of(*wall), Pair.of(*cpu), rounds)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of the first call, which also warms up."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

@@ -43,7 +43,7 @@ def _print(results: list[Result], agreed: bool) -> None:
     facts = ", ".join(f"{key} {value}" for key, value in conditions().items())
     table = Table(
         "model", "rows", "sites", "sources", "operators", "bytes moved", "unfused", "fused",
-        "time", "difference", title="one decode step, fused / unfused",
+        "time", "CPU time", "difference", title="one decode step, fused / unfused",
     )  # fmt: skip
     for column in table.columns[1:]:
         column.justify = "right"
@@ -55,10 +55,10 @@ def _print(results: list[Result], agreed: bool) -> None:
             f"2 to {one.most_sources}",
             f"{one.fused.operators} / {one.unfused.operators}",
             f"{size_text(one.fused.bytes_moved)} / {size_text(one.unfused.bytes_moved)}",
-            _milliseconds(one.seconds.second),
-            _milliseconds(one.seconds.first),
-            f"{one.seconds.ratio.median:.2f} ({one.seconds.ratio.low:.2f} to "
-            f"{one.seconds.ratio.high:.2f})",
+            f"{one.seconds.wall.second.median * 1e3:.2f} ms",
+            f"{one.seconds.wall.first.median * 1e3:.2f} ms",
+            _ratio(one.seconds.wall.ratio),
+            _ratio(one.seconds.cpu.ratio),
             f"{one.difference:.1e}",
             style=None if one.equal else "red",
         )
@@ -69,5 +69,5 @@ def _print(results: list[Result], agreed: bool) -> None:
     console.print(NOTE)
 
 
-def _milliseconds(spread: Spread) -> str:
-    return f"{spread.median * 1e3:.2f} ms"
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"

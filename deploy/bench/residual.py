@@ -16,7 +16,7 @@ from torch import Tensor
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.residual import ATTN_RES_EPS
 from expertmesh.deploy.bench.counting import count
-from expertmesh.deploy.bench.pairs import Pair, alternate
+from expertmesh.deploy.bench.pairs import Clocks, alternate
 from expertmesh.kernels.attn_res.torch_ops import attn_res_mix, attn_res_mix_norm
 from expertmesh.kernels.norm.torch_ops import rms_norm
 
@@ -66,7 +66,7 @@ class Result(msgspec.Struct, frozen=True):
     most_sources: int
     fused: Side
     unfused: Side
-    seconds: Pair
+    seconds: Clocks
     difference: float
     equal: bool
 

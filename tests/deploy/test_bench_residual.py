@@ -12,7 +12,7 @@ from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.residual import AttnResWeights, BlockResidual
 from expertmesh.deploy.bench import residual
 from expertmesh.deploy.bench.counting import Work, count
-from expertmesh.deploy.bench.pairs import Spread, alternate
+from expertmesh.deploy.bench.pairs import Pair, Spread, alternate
 from expertmesh.deploy.bench.residual import K3, Shape, compare
 from expertmesh.deploy.cli import BUNDLED, app
 from expertmesh.deploy.exit_codes import ExitCode
@@ -74,8 +74,9 @@ def test_the_fused_operator_launches_and_moves_less_for_the_same_result() -> Non
 
 def test_both_ways_are_timed_in_turns() -> None:
     order: list[str] = []
-    pair = alternate(lambda: order.append("a"), lambda: order.append("b"), rounds=3)
-    assert order == ["b", "a", "a", "b", "b", "a", "a", "b"] and pair.rounds == 3
+    clocks = alternate(lambda: order.append("a"), lambda: order.append("b"), 3, least_s=0)
+    assert order == ["a", "b", "a", "b", "b", "a", "a", "b"] and clocks.rounds == 3
+    assert Pair.of([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]).ratio == Spread(1.0, 0.75, 1.25)
     assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
 
