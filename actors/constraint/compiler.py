@@ -4,7 +4,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import cached_property
 from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
@@ -17,6 +16,8 @@ from expertmesh.actors.model.tokenizer import Tokenizer
 # What has been compiled in a trial (see trial.py) with STACK_BYTES compiles with this much.
 STACK_BYTES, TRIAL_STACK_BYTES = 64 << 20, 16 << 20
 CACHED = 128
+CACHED_TEXT = 4 << 20  # characters; a compiled grammar is many times its text
+THREADS = 4  # a grammar that takes seconds holds up no other
 # Copies of a compiled grammar share its lexer's states, whose number is limited: so many answers
 # may add to them before it is compiled afresh.
 COPIES = 64
@@ -26,23 +27,21 @@ _stack_size = threading.Lock()  # it is a setting of the process
 
 
 class Grammars:
-    """Compiled grammars of one model by their text."""
+    """Compiled grammars of one model by their text. From any thread."""
 
     def __init__(self, vocabulary: Vocabulary, executor: Executor | None = None) -> None:
-        """executor: where compiling runs; by default a thread of its own."""
+        """executor: where compiling runs; by default threads of its own."""
         self.end_ids = frozenset(vocabulary.end_ids)
         self._vocabulary = vocabulary
-        self._executor = executor or ThreadPoolExecutor(1, "grammars")
+        self._executor = executor or ThreadPoolExecutor(THREADS, "grammars")
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[Constraint, list[LLMatcher]] = OrderedDict()
+        self._built: LLTokenizer | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, end_ids: Sequence[int]) -> "Grammars | None":
         """None without a tokenizer: then nobody knows what text a token is."""
         return None if tokenizer is None else cls(vocabulary_of(tokenizer, end_ids))
-
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        return build(self._vocabulary)
 
     def matcher(self, constraint: Constraint, tokens: Sequence[int]) -> "Future[Matcher]":
         """A matcher that has accepted `tokens`. The future raises ConstraintError."""
@@ -55,20 +54,29 @@ class Grammars:
         return matcher
 
     def _copy(self, constraint: Constraint) -> LLMatcher:
-        copies = self._compiled.get(constraint)
-        if not copies:
-            compiled = on_large_stack(
-                lambda: compile_matcher(self._tokenizer, constraint), STACK_BYTES
-            )
-            copies = self._compiled[constraint] = [compiled.deep_copy() for _ in range(COPIES)]
-            while len(self._compiled) > CACHED:
+        with self._lock:
+            if self._built is None:
+                self._built = build(self._vocabulary)
+            copies = self._compiled.get(constraint)
+            if copies:
+                self._compiled.move_to_end(constraint)
+                return copies.pop()
+        tokenizer = self._built
+        compiled = on_large_stack(lambda: compile_matcher(tokenizer, constraint), STACK_BYTES)
+        with self._lock:
+            self._compiled[constraint] = [compiled.deep_copy() for _ in range(COPIES)]
+            self._compiled.move_to_end(constraint)
+            while (
+                len(self._compiled) > 1
+                and sum(len(each.text) for each in self._compiled) > CACHED_TEXT
+            ) or len(self._compiled) > CACHED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(constraint)
-        return copies.pop()
+        return compiled
 
     def forget(self, constraint: Constraint) -> None:
         """An answer of this grammar has failed: what its copies share may be used up."""
-        self._executor.submit(self._compiled.pop, constraint, None)
+        with self._lock:
+            self._compiled.pop(constraint, None)
 
 
 def on_large_stack(work: Callable[[], Result], stack_bytes: int) -> Result:

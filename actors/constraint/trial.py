@@ -1,6 +1,6 @@
 """Whether a grammar compiles, found out in another process, in bounded time."""
 
-import logging
+import hashlib
 import select
 import subprocess
 import sys
@@ -15,8 +15,6 @@ import msgspec
 from expertmesh.actors.constraint.spec import Constraint
 from expertmesh.actors.constraint.vocabulary import Vocabulary
 from expertmesh.actors.constraint.worker import read_frame, write_frame
-
-_log = logging.getLogger(__name__)
 
 LIMIT_S = 5.0
 START_S = 60.0  # of the process; a loaded machine is slow at that
@@ -37,17 +35,18 @@ class Trials:
     def __init__(self, vocabulary: Vocabulary, limit_s: float = LIMIT_S) -> None:
         self._first = msgspec.msgpack.encode(vocabulary)
         self._limit_s = limit_s
-        self._known: OrderedDict[Constraint, str] = OrderedDict()
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: texts are long
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self.threads = ThreadPoolExecutor(WORKERS, "grammar-trial")
 
     def known(self, constraint: Constraint) -> str | None:
         """The verdict if there is one already."""
+        digest = _digest(constraint)
         with self._lock:
-            if constraint in self._known:
-                self._known.move_to_end(constraint)
-            return self._known.get(constraint)
+            if digest in self._known:
+                self._known.move_to_end(digest)
+            return self._known.get(digest)
 
     def verdict(self, constraint: Constraint) -> str:
         """Why it cannot be compiled; "" when it can. Blocks: call it in one of `threads`.
@@ -71,10 +70,14 @@ class Trials:
             with self._lock:
                 self._idle.append(worker)
         with self._lock:
-            self._known[constraint] = answer
+            self._known[_digest(constraint)] = answer
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return answer
+
+
+def _digest(constraint: Constraint) -> bytes:
+    return hashlib.blake2b(f"{constraint.kind}\n{constraint.text}".encode()).digest()
 
 
 class _Worker:

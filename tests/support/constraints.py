@@ -47,3 +47,24 @@ def allowed(matcher: Matcher, vocabulary: Vocabulary, unwanted: frozenset[int] =
     matcher.fill(words, unwanted)
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(vocabulary.tokens)]
     return set(np.flatnonzero(bits).tolist())
+
+
+def walk(
+    grammars: Grammars,
+    vocabulary: Vocabulary,
+    constraint: Constraint,
+    rng: np.random.Generator,
+    most: int = 2000,
+) -> list[int] | None:
+    """Tokens of some answer, its end left out; None when it has not ended after `most`. Special
+    tokens are half of what is drawn where they may come, so that texts stay short."""
+    matcher, tokens = grammars.matcher(constraint, []).result(), list[int]()
+    while len(tokens) < most:
+        ids = sorted(allowed(matcher, vocabulary))
+        special = [token for token in ids if token >= vocabulary.ordinary]
+        token = int(rng.choice(special if special and rng.random() < 0.5 else ids))
+        if token in vocabulary.end_ids:
+            return tokens
+        tokens.append(token)
+        matcher.accept([token])
+    return None
