@@ -9,6 +9,7 @@ program is on the hosts already, so its setup commands find it and install nothi
 import contextlib
 import json
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -45,7 +46,9 @@ class Cluster:
         self.offer(self.two, {"expertmesh_expert": 1, "expertmesh_attention": 1})
         (hosts.folder / "dist").mkdir()
         (hosts.folder / "token").write_text("0123456789abcdef" * 4)
-        config = yaml.safe_load((REPOSITORY / "deploy/ray/local.yaml").read_text())
+        text = (REPOSITORY / "deploy/ray/local.yaml").read_text()
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        config = yaml.safe_load(text.replace("python3.11", python))
         config["provider"] |= {
             "head_ip": self.head.address,
             "worker_ips": [self.one.address, self.two.address, NOBODY],
