@@ -31,7 +31,9 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": "Once upon", "temperature": 0, "echo": True, "logprobs": 1},
     {"prompt": "traced", "temperature": 1.1, "seed": 3, "return_routed_experts": True},
     {"prompt": "biased", "temperature": 0.5, "seed": 4, "logit_bias": {"70": 3.0}, "top_k": 40},
-]
+    {"prompt": "bound", "temperature": 0.8, "seed": 5,
+     "structured_outputs": {"regex": "([a-f]{2,5}é? )*"}},
+]  # fmt: skip
 COMMON = {"model": "tiny", "max_tokens": 120, "ignore_eos": True, "return_token_ids": True}
 
 
