@@ -1,6 +1,6 @@
 """The checks of `expertmesh verify` in their order; the loader's own checks do the refusing."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from expertmesh.actors.model.validate import survey_tensors
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import check_folder
 from expertmesh.deploy.verify.contents import Count, read_plain, read_shard_values
-from expertmesh.deploy.verify.findings import Finding, Findings
+from expertmesh.deploy.verify.findings import Finding, Findings, Severity
 from expertmesh.deploy.verify.manifest import Listed, new_hasher
 from expertmesh.deploy.verify.side_files import check_side_files
 
 # What a manifest that leaves it out does not describe the model without.
-_PARTS = (".safetensors", ".json", ".model", ".py")
+_PARTS = (".safetensors", ".json", ".model", ".py", ".jinja")
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ def verify(
         check_side_files(folder, config, findings)
         if survey is not None:
             summary = _compare_headers(folder, config, survey, findings, quick)
-    files = _files(folder, apart)
+    files = _files(folder, apart, listed or {})
     findings.take("files", _pointers(files))
     against = _Manifest(listed or {}, findings)
     if listed is not None:
@@ -144,15 +144,16 @@ def _check_decays(source: Checkpoint, findings: Findings) -> None:
                 findings.take("values", [error.problem])
 
 
-def _files(folder: Path, apart: frozenset[Path]) -> dict[str, Path]:
-    """All files by their name below `folder`; hidden ones (.git, .cache) are no part of a model."""
+def _files(folder: Path, apart: frozenset[Path], listed: Iterable[str]) -> dict[str, Path]:
+    """All files by their name below `folder`. Hidden ones (.git, .cache) are no part of a model,
+    unless they are `listed` (.gitattributes)."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in name.parts)
         if not hidden and path.is_file() and path.resolve() not in apart:
             found[name.as_posix()] = path
-    return found
+    return found | {name: folder / name for name in listed if (folder / name).is_file()}
 
 
 def _pointers(files: Mapping[str, Path]) -> Iterator[Problem]:
@@ -223,7 +224,10 @@ class _Manifest:
         """Which files there are, and their sizes."""
         for name, one in self._listed.items():
             if name not in files:
-                self._differs(name, "listed in the manifest, not there", "a file", "nothing")
+                # Who fetches a model may leave its pictures and papers behind.
+                severity: Severity = "error" if name.endswith(_PARTS) else "warning"
+                text = "listed in the manifest, not there"
+                self._differs(name, text, "a file", "nothing", severity)
                 continue
             size = files[name].stat().st_size
             if one.size is not None and one.size != size:
@@ -255,9 +259,11 @@ class _Manifest:
                 text = f"{digest.algorithm} {found}, the manifest says {digest.value}"
                 self._differs(name, text, digest.value, found)
 
-    def _differs(self, name: str, text: str, expected: str, found: str) -> None:
+    def _differs(
+        self, name: str, text: str, expected: str, found: str, severity: Severity = "error"
+    ) -> None:
         text = f"{name}: {text}"
-        self._findings.add(Finding("error", "manifest", text, name, "", expected, found))
+        self._findings.add(Finding(severity, "manifest", text, name, "", expected, found))
 
 
 def _progress() -> Progress:

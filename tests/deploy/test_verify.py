@@ -261,6 +261,7 @@ def sha256_lines(folder: Path) -> str:
     return "".join(
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
         for path in sorted(folder.iterdir())
+        if path.is_file()
     )
 
 
@@ -340,6 +341,19 @@ class TestManifest:
         assert [one["file"] for one in found(report)] == ["tokenizer_config.json"]
         extra = [one["file"] for one in found(report, "warning") if one["check"] == "manifest"]
         assert extra == ["modeling.py"]
+
+    def test_what_a_model_can_do_without(self, folder: Path, tmp_path: Path) -> None:
+        (folder / ".gitattributes").write_text("* text\n")
+        (folder / "figures").mkdir()
+        (folder / "figures" / "a.png").write_bytes(b"png")
+        whole = [*sha256_lines(folder).splitlines(), f"{'0' * 64}  figures/a.png"]
+        (manifest := tmp_path / "manifest").write_text("\n".join(whole))
+        (told,) = found(run(folder, "--manifest", manifest))  # hidden, but listed: no complaint
+        assert told["file"] == "figures/a.png" and told["expected"] == "0" * 64
+        (folder / "figures" / "a.png").unlink()
+        report = run(folder, "--manifest", manifest)
+        assert report["outcome"] == "clean"
+        assert [one["file"] for one in found(report, "warning")] == ["figures/a.png"]
 
     def test_broken_weighs_more_than_different(self, folder: Path, tmp_path: Path) -> None:
         (manifest := tmp_path / "manifest").write_text(sha256_lines(folder))
