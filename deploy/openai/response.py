@@ -51,6 +51,7 @@ class GenerationResponse(Response):
         self._early_stop = early_stop
         self._limits = generation.served.limits
         self._started = False
+        self._opening = b""
         self._sent_at = 0.0
         # Two write: the answer and, while it is silent, the heartbeat.
         self._writing = asyncio.Lock()
@@ -152,6 +153,7 @@ class GenerationResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         generation = self._generation
+        self._opening = generation.opening()  # before any token, which its usage would count
         heartbeat = asyncio.create_task(self._heartbeat(send))
         try:
             async with self._pieces() as pieces:
@@ -178,7 +180,7 @@ class GenerationResponse(Response):
                     {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
                 )
                 self._started = True
-                data = self._generation.opening() + data
+                data = self._opening + data
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _heartbeat(self, send: Send) -> None:

@@ -232,10 +232,10 @@ def test_same_request_id_never_mixes(door: Door, fake: FakeEngineClient) -> None
                 assert "".join(re.findall(r'"text":"(.*?)"', response.text)) == prompt[:-1]
 
             slots = asyncio.Semaphore(50)
-            await asyncio.gather(*[one(number) for number in range(150)])
+            await asyncio.gather(*[one(number) for number in range(300)])
 
     asyncio.run(flood())
-    assert len({request.request_id for request in fake.requests}) == 150
+    assert len({request.request_id for request in fake.requests}) == 300
 
 
 def test_deadline(served: ServedModel) -> None:

@@ -28,6 +28,7 @@ from tests.support.server_process import ServerProcess, server_process, wait_for
 
 # Generous where a busy machine only makes things slow; tight where a hang would hide.
 START, STOP, REFUSE = 240.0, 60.0, 90.0
+RUNNING = "expertmesh_num_requests_running"
 PROMPTS: list[Any] = ["hello world", "a", [1, 2, 3, 4, 5], "Once upon a time " * 8]
 
 
@@ -226,14 +227,28 @@ class TestMesh:
             assert door.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
 
     def test_disconnect_reaches_the_engine(self, mesh: tuple[ServerProcess, str]) -> None:
-        body = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "ignore_eos": True,
+        """Told by what it generated, which no scrape can miss; it may be idle again before one
+        sees it run."""
+        names, tokens = (RUNNING, "expertmesh_engine_generation_tokens_total"), 3000
+        body = {"model": "tiny", "prompt": "x", "max_tokens": tokens, "ignore_eos": True,
                 "stream": True}  # fmt: skip
+
+        def idle_after(before: float) -> float:
+            """Tokens generated, once there are more than `before` and nothing runs."""
+            found: list[float] = []
+
+            def idle() -> bool:
+                found[:] = _samples(mesh[1], *names)
+                return len(found) == 2 and found[0] == 0 and found[1] > before
+
+            wait_for(idle, 60, lambda: str(found))
+            return found[1]
+
+        before = idle_after(-1)
         with httpx.stream("POST", f"{mesh[1]}/v1/completions", json=body, timeout=60) as response:
             assert response.status_code == 200
             next(response.iter_bytes())
-            # Waited for: a replica too busy to answer in time is left out of one scrape.
-            wait_for(lambda: _running(mesh[1]) == 1, 10)
-        wait_for(lambda: _running(mesh[1]) == 0, 10)
+        assert idle_after(before) - before < tokens
 
     def test_same_port_twice(self, mesh: tuple[ServerProcess, str], checkpoint: Path) -> None:
         port = mesh[1].rsplit(":", 1)[1]
@@ -301,5 +316,16 @@ def _long_stream(url: str, tokens: int) -> list[Any]:
 
 
 def _running(url: str) -> float:
+    return sum(_samples(url, RUNNING))
+
+
+def _samples(url: str, *names: str) -> list[float]:
+    """Metrics of the only engine, in one scrape; an engine too busy to answer it is left out."""
     with Door(url) as door:
-        return door.metric("expertmesh_num_requests_running")
+        lines = door.http.get("/metrics").text.splitlines()
+    return [
+        float(line.rsplit(" ", 1)[1])
+        for name in names
+        for line in lines
+        if line.startswith(name + "{")
+    ]
