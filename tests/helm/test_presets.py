@@ -1,10 +1,12 @@
 """Every preset, and the defaults: helm, Kubernetes, KubeRay, Serve and the server accept them."""
 
 import functools
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from expertmesh.deploy.serve_app import AppSettings
@@ -154,3 +156,15 @@ def test_no_service_of_kuberay_is_needed(objects: Objects) -> None:
         assert (selector.items() <= labels.items()) == (name == "front-door")
     assert service(objects)["excludeHeadPodFromServeSvc"] is True
     assert app_arguments(objects)["mesh"]["resources"]["front_door"] == {"expertmesh_front_door": 1}
+
+
+def test_the_package_renders_the_same(tmp_path: Path) -> None:
+    done = run_helm("package", CHART, "--destination", tmp_path)
+    assert done.returncode == 0, done.stderr
+    (package,) = tmp_path.glob("*.tgz")
+    told = run_helm("template", "mesh", package, "--namespace=llm")
+    assert [found for found in yaml.load_all(told.stdout, yaml.CSafeLoader) if found] == rendered(
+        None
+    )
+    with tarfile.open(package) as archive:
+        assert not [name for name in archive.getnames() if "/ci/" in name]
