@@ -73,7 +73,7 @@ class Pods:
         )
         done = host.run("bash", "-c", prepare)
         assert done.returncode == 0, done.stderr
-        start = self.environment(name) + ["bash", "-c", self.command(name)]
+        start = [*self.environment(name), "bash", "-c", self.command(name)]
         for _ in range(ATTEMPTS):
             done = host.run(*start, seconds=START)
             if done.returncode == 0:
