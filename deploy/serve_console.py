@@ -8,6 +8,7 @@ from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.deploy import preflight
+from expertmesh.deploy.openai.admin import is_loopback
 from expertmesh.deploy.preflight import size_text
 from expertmesh.deploy.serve_options import ServeOptions
 
@@ -36,6 +37,11 @@ def print_plan(
         f"slots, {size_text(state)} per replica; {options.context(config)} tokens a request"
     )
     console.print(f"  address   {url_of(options)}")
+    if not options.asks_for_keys and not is_loopback(options.host):
+        console.print(
+            "[yellow]warning[/]: whoever reaches this address may use the server; `expertmesh keys "
+            "new` and --api-keys change that"
+        )
     asked, given = options.max_model_len, options.context(config)
     if asked is not None and asked > given:
         console.print(
@@ -53,10 +59,11 @@ def url_of(options: ServeOptions) -> str:
 def announce(console: Console, options: ServeOptions, began: float) -> None:
     url, name = url_of(options), options.served_name
     # Without a tokenizer the server takes token ids only.
+    key = ' -H "authorization: Bearer $EXPERTMESH_API_KEY"' if options.asks_for_keys else ""
     prompt = '"Once upon a time"' if preflight.has_tokenizer(options.model) else "[1, 2, 3]"
     console.print(f"[bold green]ready[/] after {time.monotonic() - began:.1f} s at {url}")
     console.print(
-        f"  curl {url}/v1/completions -H 'content-type: application/json' "
+        f"  curl {url}/v1/completions -H 'content-type: application/json'{key} "
         f'-d \'{{"model": "{name}", "prompt": {prompt}, "max_tokens": 40}}\'',
         markup=False,
     )

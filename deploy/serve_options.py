@@ -72,6 +72,11 @@ class ServeOptions:
             and self.max_attention_replicas is None
         )
 
+    @property
+    def asks_for_keys(self) -> bool:
+        auth = self.edge.auth
+        return auth.keys_file is not None or bool(auth.key_hashes)
+
     def load(self) -> LoadSettings:
         kind = cast(Literal["auto", "float32", "bfloat16"], self.dtype)
         return LoadSettings(

@@ -187,10 +187,11 @@ def _local(request: Request) -> bool:
     if "origin" in headers or any(name in headers for name in _FORWARDED):
         return False
     peer = request.client.host if request.client is not None else ""
-    return _loopback(peer) and _loopback(request.url.hostname or "")
+    return is_loopback(peer) and is_loopback(request.url.hostname or "")
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address, or name, can only be reached from this host."""
     if host.lower() == "localhost":
         return True
     try:

@@ -120,7 +120,8 @@ def test_browsers_may_send_it_as_a_password_where_they_only_look(door: Door) -> 
         denied(door.http.get(path, auth=httpx.BasicAuth(KEY, "wrong")))
     for method, path in (
         ("POST", "/mesh/scale"), ("POST", "/mesh/rebalance"), ("POST", "/mesh"),
-        ("POST", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/meshx"),
+        ("POST", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/chat/completions"),
+        ("GET", "/meshx"),
     ):  # fmt: skip
         response = door.http.request(method, path, auth=BASIC, json=CHAT)
         denied(response)

@@ -12,6 +12,7 @@ from expertmesh.deploy.auth.keys import HASH_PATTERN, file_line, hash_key, parse
 from expertmesh.deploy.cli import app
 from expertmesh.deploy.serve_app import AppSettings
 from expertmesh.deploy.serve_options import ServeOptions
+from tests.support.http_server import free_port
 
 CANARY = "em-canary-5d1e8f20"
 
@@ -138,3 +139,18 @@ def test_a_serve_config_that_has_a_key_for_its_hash_does_not_show_it() -> None:
         AppSettings.model_validate(args)
     assert "canary" not in f"{raised.value} {raised.value!r}"
     assert HASH_PATTERN in str(raised.value)
+
+
+def test_a_server_that_anybody_may_use_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(file_line("a", hash_key("a")))
+
+    def said(*flags: str | Path) -> str:
+        wish = ["serve", "--dry-run", "--expert-actors", "0", "--port", str(free_port())]
+        result = CliRunner().invoke(app, [*wish, *map(str, flags)])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "whoever reaches" in said("--host", "0.0.0.0")
+    assert "whoever reaches" not in said()
+    assert "whoever reaches" not in said("--host", "0.0.0.0", "--api-keys", path)
