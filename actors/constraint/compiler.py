@@ -13,7 +13,7 @@ from expertmesh.actors.constraint.spec import Constraint
 from expertmesh.actors.constraint.vocabulary import Vocabulary, build, vocabulary_of
 from expertmesh.actors.model.tokenizer import Tokenizer
 
-# What has been compiled in a trial (see trial.py) with STACK_BYTES compiles with this much.
+# What has been compiled in a trial (see trial.py) compiles here as well: there is more stack.
 STACK_BYTES, TRIAL_STACK_BYTES = 64 << 20, 16 << 20
 CACHED = 128
 CACHED_TEXT = 4 << 20  # characters; a compiled grammar is many times its text
@@ -66,12 +66,12 @@ class Grammars:
         with self._lock:
             self._compiled[constraint] = [compiled.deep_copy() for _ in range(COPIES)]
             self._compiled.move_to_end(constraint)
-            while (
-                len(self._compiled) > 1
-                and sum(len(each.text) for each in self._compiled) > CACHED_TEXT
-            ) or len(self._compiled) > CACHED:
+            while len(self._compiled) > CACHED or self._length() > CACHED_TEXT:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _length(self) -> int:
+        return sum(len(constraint.text) for constraint in self._compiled)
 
     def forget(self, constraint: Constraint) -> None:
         """An answer of this grammar has failed: what its copies share may be used up."""

@@ -12,14 +12,14 @@ from expertmesh.actors.constraint.spec import Constraint, ConstraintError
 
 Words = NDArray[np.int32]
 
-# llguidance's fuel bounds: what compiling and one mask may cost at most. A mask that uses up its
-# step fuel has taken about 10 ms; usual ones take microseconds.
+# What compiling and one mask may cost at most. A mask that uses up its step fuel has taken about
+# 10 ms, usual ones take microseconds; 250,000 lexer states take 130 MB.
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
     step_max_items=20_000,
-    max_lexer_states=50_000,
+    max_lexer_states=250_000,
     max_grammar_size=500_000,
     verbose_errors=False,
 )

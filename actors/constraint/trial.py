@@ -85,11 +85,14 @@ class _Worker:
 
     def __init__(self, first: bytes) -> None:
         self.late = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "expertmesh.actors.constraint.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "expertmesh.actors.constraint.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        except OSError as error:
+            raise TrialUnavailable(f"no process to compile grammars in: {error}") from None
         self._finalizer = weakref.finalize(self, _end, self._process)
         if self.ask(first, START_S) is None:
             self.end()
