@@ -21,10 +21,15 @@ class Window:
 
     def add(self, now: float, amount: float) -> list[float]:
         """The entry, for `change`."""
+        self._forget(now)
         entry = [now, amount]
         self._entries.append(entry)
         self.total += amount
         return entry
+
+    def _forget(self, now: float) -> None:
+        while self._entries and self._entries[0][0] <= now - WINDOW_SECONDS:
+            self.total -= self._entries.popleft()[1]
 
     def change(self, entry: list[float], amount: float) -> None:
         """What was only estimated is known. Without effect on an entry that has left."""
@@ -34,8 +39,7 @@ class Window:
 
     def seconds_until(self, now: float, most: float) -> float:
         """Until no more than `most` is in the window if nothing is added; 0: already."""
-        while self._entries and self._entries[0][0] <= now - WINDOW_SECONDS:
-            self.total -= self._entries.popleft()[1]
+        self._forget(now)
         left, wait = self.total, 0.0
         for when, amount in self._entries:
             if left <= most:

@@ -37,6 +37,7 @@ def test_a_window_is_the_sum_of_the_last_minute(steps: list[tuple[float, int]], 
     for pause, amount in steps:
         now += pause
         window.add(now, amount)
+        assert window.total == total(now) + amount, "what has left is gone, asked for or not"
         seen.append((now, amount))
         wait = window.seconds_until(now, most)
         assert window.total == total(now)
