@@ -39,7 +39,7 @@ const CHARTS = {
   itl: { series: [["itl50", "median"], ["itl95", "95 %"]], show: time },
   load: { series: [["running", "running"], ["waiting", "waiting"], ["queued", "queued at the door"]], show: (v) => number(v), least: 4, fill: true },
   used: { series: [["pages", "pages"], ["slots", "slots"]], show: percent, top: 1 },
-  ends: { series: [["answers", "answers"], ["errors", "server errors"], ["others", "client errors, cancels"]], show: (v) => number(v, 2), fill: true },
+  ends: { series: [["answers", "answers"], ["errors", "server errors"], ["others", "client side"]], show: (v) => number(v, 2), fill: true },
 };
 const PENS = ["one", "two", "three"];
 const LEFT = 46, BOTTOM = 16, TOP = 6;
