@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from dockerfile_parse import DockerfileParser
 
+import expertmesh
 from tests.helm.chart import CHART, ROOT, container, pod, render
 from tests.support.tools import require_tool
 
@@ -44,6 +45,31 @@ def test_hadolint() -> None:
 def test_shell_of_every_step_parses(instructions: list[dict[str, Any]]) -> None:
     for step in values(instructions, "RUN"):
         assert subprocess.run(["/bin/bash", "-n", "-c", step]).returncode == 0, step
+
+
+@pytest.mark.parametrize("variant", ["cpu", "gpu"])
+def test_what_the_variants_install(
+    instructions: list[dict[str, Any]], variant: str, tmp_path: Path
+) -> None:
+    """The first stage's steps with every program replaced by one that says how it was called."""
+    for program in ("pip", "rm", "ln"):
+        stub = tmp_path / program
+        stub.write_text(f'#!/bin/bash\necho {program} "$@"\n')
+        stub.chmod(0o755)
+    arguments = dict(value.split("=", 1) for value in values(instructions, "ARG"))
+    env = arguments | {"VARIANT": variant, "PATH": str(tmp_path)}
+    torch, wheel = (
+        subprocess.run(
+            ["/bin/bash", "-euo", "pipefail", "-c", step],
+            env=env, cwd=tmp_path, capture_output=True, text=True, check=True,
+        ).stdout
+        for step in values(instructions, "RUN")[:2]
+    )  # fmt: skip
+    assert f"torch=={arguments['TORCH_VERSION']}" in torch
+    assert ("--index-url" in torch) == (variant == "cpu")
+    assert ("[gpu]" in wheel) == (variant == "gpu")
+    assert wheel.count("ln -s ../../") == 4
+    assert "pip wheel --no-deps" in wheel
 
 
 def test_what_is_copied_exists_and_is_not_ignored(instructions: list[dict[str, Any]]) -> None:
@@ -81,6 +107,7 @@ def test_image_chart_and_project_agree(instructions: list[dict[str, Any]]) -> No
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     arguments = dict(value.split("=", 1) for value in values(instructions, "ARG"))
     assert f"torch=={arguments['TORCH_VERSION']}" in project["dependencies"]
+    assert arguments["VERSION"] == expertmesh.__version__
     chart = (CHART / "Chart.yaml").read_text()
     assert f'appVersion: "{arguments["VERSION"]}"' in chart
     objects = render()
