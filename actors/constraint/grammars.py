@@ -22,6 +22,9 @@ LARGEST = 10**18
 LONGEST = 10**6
 _UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 _COUNTS = ("maxLength", "maxItems", "maxProperties")
+_FORMATS = {
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
+}  # fmt: skip
 _DATA = {"enum", "const", "default", "examples"}
 
 # A grammar of a composed constraint: Lark text, or a JSON schema.
@@ -74,7 +77,7 @@ def schema_part(schema: Any) -> Part:
         raise ConstraintError(f"nests deeper than {MAX_NESTING} levels")
     if schema is False:
         raise ConstraintError("the schema `false` allows nothing")
-    plain = {} if schema is True else _narrowed(schema)
+    plain = {} if schema is True else _prepared(schema, schema)
     return plain | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
@@ -116,13 +119,31 @@ def _lark(text: str) -> str:
         raise ConstraintError(f"is not GBNF: {' '.join(str(error).split())}") from None
 
 
-def _narrowed(schema: Any) -> Any:
-    """Bounds within the compiler's reach. Raises ConstraintError where none would be left."""
+def resolve(target: str, root: Any) -> Any:
+    """What a reference within the document stands for; None when nothing is there."""
+    found = root if target.startswith("#") else None
+    for step in target.removeprefix("#").split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(step) if isinstance(found, dict) else None
+    return found
+
+
+def _prepared(schema: Any, root: Any) -> Any:
+    """The schema as the compiler can take it, allowing nothing that it does not allow: bounds
+    within reach; no formats that are unknown, which are notes (JSON Schema, 7.2.3); branches of
+    oneOf written out, or they could not be seen to exclude each other.
+
+    Raises ConstraintError where a bound leaves nothing within reach.
+    """
     if isinstance(schema, list):
-        return [_narrowed(item) for item in schema]
+        return [_prepared(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: item if key in _DATA else _narrowed(item) for key, item in schema.items()}
+    if isinstance(schema.get("oneOf"), list):
+        schema = schema | {"oneOf": [_written_out(branch, root) for branch in schema["oneOf"]]}
+    found = {key: item if key in _DATA else _prepared(item, root) for key, item in schema.items()}
+    if isinstance(found.get("format"), str) and found["format"] not in _FORMATS:
+        del found["format"]
     for key in _UPPER + _LOWER + _COUNTS:
         bound = found.get(key)
         if isinstance(bound, bool) or not isinstance(bound, int | float):
@@ -134,6 +155,14 @@ def _narrowed(schema: Any) -> Any:
                 raise ConstraintError(f"{key} {bound} is beyond what can be followed, 10^18")
             found[key] = LARGEST if bound > 0 else -LARGEST
     return found
+
+
+def _written_out(branch: Any, root: Any) -> Any:
+    if isinstance(branch, dict) and branch.keys() == {"$ref"} and isinstance(branch["$ref"], str):
+        found = resolve(branch["$ref"], root)
+        if isinstance(found, dict) and _nesting(found) < MAX_NESTING // 2:
+            return found
+    return branch
 
 
 def _nesting(value: Any) -> int:

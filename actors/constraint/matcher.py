@@ -45,7 +45,11 @@ def compile_matcher(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher
 def reason(inner: LLMatcher) -> str:
     """The matcher's error in one line, without what it adds for its own developers."""
     text = " ".join(inner.get_error().replace("<non-verbose/>", "").split())
-    return "no text matches" if text.startswith("NoExtension") else text[:400]
+    if text.startswith("NoExtension"):
+        return "no text matches"
+    if text.startswith("oneOf constraints"):
+        return "oneOf: branches that do not exclude each other; anyOf may say the same"
+    return text[:400]
 
 
 class Matcher:

@@ -70,6 +70,11 @@ class Form:
         return list(tools.values())
 
     @property
+    def single(self) -> bool:
+        """At most one call; a named function is called once."""
+        return not self.parallel or (self.choice or "").startswith("function:")
+
+    @property
     def forced(self) -> bool:
         return self.choice not in (None, "none")
 
@@ -89,7 +94,7 @@ def constraint_of(form: Form, thinking: bool, tokenizer: Tokenizer) -> Constrain
     Raises ConstraintError.
     """
     tools = form.callable
-    limited = bool(tools) and not form.parallel
+    limited = bool(tools) and form.single
     if not (form.body or form.forced or limited or any(tool.strict for tool in tools)):
         return None
     rules = Rules()
@@ -133,7 +138,7 @@ def _markers(tokenizer: Tokenizer) -> str:
 
 
 def _calls(rules: Rules, form: Form) -> None:
-    index = "INDEX" if form.parallel else '"1"'
+    index = '"1"' if form.single else "INDEX"
     rules.lines.append("INDEX: /[1-9][0-9]{0,2}/")
     names = []
     for number, tool in enumerate(form.callable):
@@ -146,5 +151,5 @@ def _calls(rules: Rules, form: Form) -> None:
         head = f'{OPEN} {opening} {index} "\\"" {SEP}'
         rules.add(name, f"{head} {name}_arguments {end('call')}")
         names.append(name)
-    many = "+" if form.parallel else ""
+    many = "" if form.single else "+"
     rules.add("calls", f"{tag('tools')} ({' | '.join(names)}){many} {end('tools')}")

@@ -210,6 +210,8 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise ChatError(f"{where}.parameters", "must be a JSON schema object")
+    if parameters and isinstance(kind := parameters.get("type"), str) and kind != "object":
+        raise ChatError(f"{where}.parameters.type", f'must be "object", got {quote(kind)}')
     if function.get("strict") not in (None, True, False):
         raise ChatError(f"{where}.strict", "must be true or false")
     kept = {key: value for key, value in function.items() if value is not None}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from expertmesh.actors.constraint.grammars import Part, literal, schema_part
+from expertmesh.actors.constraint.grammars import Part, literal, resolve, schema_part
 from expertmesh.actors.model import chat_xtml
 
 Schema = dict[str, Any]
@@ -83,7 +83,7 @@ def typed_arguments(rules: Rules, name: str, schema: Schema | None) -> None:
     try:
         properties = _properties(schema)
     except _Whole:
-        rules.parts[name] = schema_part(schema)
+        rules.parts[name] = schema_part({"type": "object"} | schema)
         rules.add(name, f"{_JSON} @{name} {end('json')}")
         return
     if properties is None:
@@ -159,11 +159,14 @@ def _alternatives(schema: Any, shared: Schema, depth: int) -> list[tuple[str, st
         ]
     for union in ("anyOf", "oneOf"):
         if keys == {union} and isinstance(schema[union], list):
-            return [
+            found = [
                 one for branch in schema[union] for one in _alternatives(branch, shared, depth + 1)
             ]
+            if union == "oneOf" and len({kind for kind, _ in found}) < len(found):
+                raise _Whole  # the branches may overlap: the compiler will see
+            return found
     if keys == {"$ref"}:
-        return _alternatives(_resolve(schema["$ref"], shared), shared, depth + 1)
+        return _alternatives(resolve(schema["$ref"], shared), shared, depth + 1)
     if "const" in keys and keys <= {"const", "type"}:
         return _values([schema["const"]])
     if "enum" in keys and keys <= {"enum", "type"} and isinstance(schema["enum"], list):
@@ -212,17 +215,6 @@ def _raw_text(schema: Schema) -> str:
     if type(low) is not int or (high != "" and (type(high) is not int or high < low)) or low < 0:
         raise _Whole
     return f"/(?s:.{{{low},{high}}})/"
-
-
-def _resolve(target: str, shared: Schema) -> Any:
-    _, holder, *path = target.split("/")
-    found: Any = shared.get(holder)
-    for step in path:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or step not in found:
-            raise _Whole
-        found = found[step]
-    return found
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -286,6 +286,7 @@ def test_refused_tools(door: Door) -> None:
     assert refused(tools=with_schema(broken), tool_choice="required") == field
     assert refused(tools=with_schema(broken, strict=True)) == field
     assert refused(tools=with_schema({"not": {}}), tool_choice="required") == field
+    assert refused(tools=with_schema({"type": "array"})) == f"{field}.type"
     assert refused(tools=with_schema({}, strict="yes")) == "tools[1].function.strict"
     assert refused(tools=[CLOCK, CLOCK]) == "tools[1].function.name"
     assert refused(tools=[CLOCK], tool_choice=NAMED) == "tool_choice.function.name"

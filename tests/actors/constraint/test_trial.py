@@ -33,6 +33,10 @@ def chain(length: int) -> str:
     return json.dumps({"$ref": "#/$defs/d0", "$defs": levels | {f"d{length}": {}}})
 
 
+def branch(name: str) -> dict[str, object]:
+    return {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]}
+
+
 GOOD = [
     ("json_schema", "{}"), ("json_schema", "true"), ("json_schema", '{"type":"object"}'),
     ("json_schema", '{"type":"integer","maximum":20000000000}'),
@@ -40,6 +44,9 @@ GOOD = [
     ("json_schema", '{"type":"integer","minimum":-9223372036854775808,"maximum":1e19}'),
     ("json_schema", '{"minimum":-1e300,"exclusiveMaximum":18446744073709551616}'),
     ("json_schema", '{"type":"string","maxLength":1e20}'),
+    ("json_schema", '{"type":"string","format":"password"}'),
+    ("json_schema", json.dumps({"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b~1"}],
+                                "$defs": {"a": branch("a"), "b/": branch("b")}})),
     ("json_schema", '{"type":"object","properties":{"城市":{},"🌡":{}},"required":["城市","🌡"]}'),
     ("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{}]}}}'),
     ("json_schema", chain(50)), ("regex", "^[a-z]+$"), ("regex", "a/b\\n\""), ("regex", "(a+)+$"),
@@ -56,6 +63,7 @@ BAD = [
     ("json_schema", '{"not":{}}', "not"),
     ("json_schema", '{"type":"integer","minimum":1e19}', "10^18"),
     ("json_schema", '{"uniqueItems":true,"type":"array"}', "uniqueItems"),
+    ("json_schema", '{"oneOf":[{"type":"integer"},{"type":"number"}]}', "anyOf"),
     ("json_schema", '{"enum":[]}', "empty"), ("json_schema", "false", "false"),
     ("json_schema", "[]", "object"), ("json_schema", "{", "JSON"),
     ("json_schema", '{"a":' * 70 + "{}" + "}" * 70, "deeper"),
