@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp
 
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.listener import http_server
+from expertmesh.deploy.listener import allow_connections, http_server
 
 if TYPE_CHECKING:
     from expertmesh.deploy.grpc.server import GrpcServer
@@ -40,6 +40,7 @@ class EdgeServer:
 
     async def start(self, listener: socket.socket) -> None:
         """Returns when both doors are open. Raises OSError when the gRPC port is taken."""
+        allow_connections()
         self._grpc = await open_grpc(self._front, self._host)
         self._task = asyncio.create_task(self._http.serve(sockets=[listener]))
         while not self._http.started and not self._task.done():

@@ -1,5 +1,6 @@
 """The HTTP server around an app: bound before it serves, and stopped within a bound."""
 
+import resource
 import socket
 import ssl
 import time
@@ -11,6 +12,8 @@ from starlette.types import ASGIApp
 
 from expertmesh.deploy.edge_settings import HttpSettings
 from expertmesh.deploy.http_protocol import BoundedProtocol
+
+MOST_SOCKETS = 1 << 16
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
@@ -78,6 +81,14 @@ def _one_at_a_time(port: int, limit: float = 5.0) -> socket.socket:
                 lock.close()
                 raise
             time.sleep(0.01)
+
+
+def allow_connections() -> None:
+    """As many open sockets as the system lets this process have: the usual 1,024 are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_SOCKETS if hard == resource.RLIM_INFINITY else min(hard, MOST_SOCKETS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class HttpServer(uvicorn.Server):

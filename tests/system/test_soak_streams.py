@@ -28,10 +28,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedServer]:
     model = write_checkpoint(
         tmp_path_factory.mktemp("model") / "tiny", tokenizer=True, num_hidden_layers=3
     )
+    # The server starts with the usual limit of a shell and lifts it by itself; so does the test.
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
     try:
         with watched_server(model) as server:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
             yield server
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
