@@ -72,6 +72,18 @@ def test_traffic_is_counted_once_recorded_reported_and_the_mesh_scaled(tmp_path:
             assert len(report["layers"]) == LAYERS and report["top_k"] == TOP_K
             picture.unlink()
 
+        ledger = ["--url", url, "--ledger", str(tmp_path / "ledger"), "--json"]
+        load = run("cost", "load", "--requests", "6", "--max-tokens", "8", *ledger)
+        assert load.returncode == 0, load.stderr
+        counted = json.loads(load.stdout)
+        assert counted["completed"] == 6 and 6 <= counted["generated_tokens"] <= 48
+        # The front door, two attention replicas and two expert actors: each holds torch.
+        assert counted["memory_of"] == "processes" and counted["memory_bytes"] > 5 * 100e6
+        session = json.loads(run("cost", "session", *ledger).stdout)
+        assert (
+            session["generated_tokens"] >= counted["generated_tokens"] and session["completed"] >= 6
+        )
+
         dry = run("scale", "--url", url, "--experts", "+1", "--dry-run")
         assert dry.returncode == 0 and siege.status()["desired"]["experts"] == 2
         assert run("scale", "--url", url, "--experts", "+1").returncode == 0
