@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 # Rows of members and engines that a page is told of; the numbers count all.
 MOST_MEMBERS = 128
+# How long the first page waits for the first sample; a silent keeper takes longer to give up.
+FIRST_S = 3.0
 _FOLDER = Path(__file__).parent / "web"
 _SCRIPTS = ("basics", "charts", "heat", "members", "page")  # one scope, in this order
 
@@ -67,11 +69,15 @@ class Dashboard:
             self._sampler = asyncio.get_running_loop().create_task(self._sample_on())
 
     async def _sample_on(self) -> None:
+        told = ""
         while True:
             try:
                 await self._sample()
-            except Exception:
-                _log.exception("the dashboard's sampler stumbled")
+            except Exception as error:
+                # Once per cause: it comes again every period.
+                if told != repr(error):
+                    told = repr(error)
+                    _log.exception("the dashboard's sampler stumbled")
             self._sampled.set()
             await asyncio.sleep(PERIOD_S)
 
@@ -106,7 +112,8 @@ class Dashboard:
         """since: Unix time of the newest point the page has. heat: version of the heat map it has.
         Both are hints: what is no number counts as none."""
         self._start()
-        await self._sampled.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._sampled.wait(), FIRST_S)
         return Response(
             orjson.dumps(
                 self._answer(

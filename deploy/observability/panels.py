@@ -6,7 +6,7 @@ from typing import Literal
 View = Literal["timeseries", "stat", "table"]
 # Grafana's names of units.
 Unit = Literal[
-    "short", "none", "s", "bytes", "percentunit", "reqps", "ops", "Bps", "tokens/s", "bool",
+    "short", "none", "s", "bytes", "percentunit", "reqps", "ops", "Bps", "suffix: tok/s", "bool",
     "dateTimeFromNow",
 ]  # fmt: skip
 

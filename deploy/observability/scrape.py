@@ -48,8 +48,9 @@ class Scrape:
             text = reading.texts.get(open_metrics)
             if text is None:
                 telemetry = self._front.telemetry
-                text = reading.texts[open_metrics] = await asyncio.to_thread(
-                    telemetry.exposition, reading.engines, reading.mesh, open_metrics
-                )
+                telemetry.look(reading.engines, reading.mesh)
+                # Some milliseconds of text: running streams need not wait for it.
+                text = await asyncio.to_thread(telemetry.text, open_metrics)
+                reading.texts[open_metrics] = text
         kind = OPEN_METRICS if open_metrics else CONTENT_TYPE_LATEST
         return Response(text, headers={"content-type": kind})

@@ -124,7 +124,7 @@ LOAD = Row(
                 Target(total(Q.rate(m.ENGINE_GENERATION_TOKENS)), "generated"),
                 Target(total(Q.rate(m.ENGINE_PROMPT_TOKENS)), "prompt"),
             ),
-            unit="tokens/s",
+            unit="suffix: tok/s",
         ),
         Panel(
             "Sequences",
@@ -212,7 +212,7 @@ LOAD = Row(
                 Target(total(Q.rate(m.GENERATION_TOKENS)), "completion"),
                 Target(total(Q.rate(m.PROMPT_TOKENS)), "prompt"),
             ),
-            unit="tokens/s",
+            unit="suffix: tok/s",
         ),
         Panel(
             "gRPC calls",
@@ -267,7 +267,7 @@ STATE = Row(
             "Recomputed tokens",
             "Rows computed again after a preemption or on another replica.",
             (Target(total(Q.rate(m.ENGINE_RECOMPUTED_TOKENS), "engine"), "{{engine}}"),),
-            unit="tokens/s",
+            unit="suffix: tok/s",
         ),
         Panel(
             "Cache geometry",

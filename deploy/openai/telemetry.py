@@ -49,6 +49,7 @@ class Telemetry:
         self.registry.register(self._mesh)
         ProcessCollector(registry=self.registry)
         self._model = model_name
+        self._watched: list[tuple[Gauge, Callable[[], float]]] = []
         self._success = self._counter(metrics.REQUEST_SUCCESS)
         self._failures = self._counter(metrics.REQUEST_FAILURES)
         # Zeros too: a rate needs to have seen a counter before it grows.
@@ -77,7 +78,7 @@ class Telemetry:
         return Gauge(metric.full_name, metric.help, metric.labels, registry=self.registry)
 
     def _watch(self, metric: Metric, read: Callable[[], float]) -> None:
-        self._gauge(metric).labels(self._model).set_function(read)
+        self._watched.append((self._gauge(metric).labels(self._model), read))
 
     def _histogram(self, metric: Metric) -> Histogram:
         return Histogram(
@@ -168,8 +169,19 @@ class Telemetry:
         mesh: MeshStats | None = None,
         open_metrics: bool = False,
     ) -> bytes:
-        """Engines and mesh as they are now. mesh: None when nothing is known of one."""
+        """`look` and `text` in one."""
+        self.look(stats, mesh)
+        return self.text(open_metrics)
+
+    def look(self, stats: Mapping[str, EngineStats | None], mesh: MeshStats | None) -> None:
+        """Takes down how things are now. mesh: None when nothing is known of one. On the front
+        door's event loop: what is watched changes there."""
         self._engines.stats, self._mesh.stats = stats, mesh
+        for gauge, read in self._watched:
+            gauge.set(read())
+
+    def text(self, open_metrics: bool = False) -> bytes:
+        """What `look` has seen last, and all counters. From any thread, one at a time."""
         text = openmetrics.generate_latest if open_metrics else generate_latest
         return text(_WithoutCreated(self.registry))
 

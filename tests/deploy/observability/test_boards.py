@@ -121,6 +121,8 @@ def test_panels_are_described_measured_and_laid_out(name: str) -> None:
         assert panel["fieldConfig"]["defaults"]["unit"]
         for target in panel["targets"]:
             assert "rate(" not in target["expr"] or "$__rate_interval" in target["expr"]
+            named = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert named <= grouped_by(target["expr"]), target["legendFormat"]
             if "histogram_quantile" in target["expr"]:
                 assert re.search(r"by \(le[,)]", target["expr"])
     assert len(ids) == len(set(ids)) and len(titles) == len(set(titles))
