@@ -13,8 +13,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 from expertmesh.actors.constraint.spec import MAX_TEXT, Constraint, ConstraintError
 
 HEADER = '%llguidance {"no_forcing": true}\n'
-# Enough for any indentation; unbounded, a model that likes spaces would never end.
-WHITESPACE = r"[ \t\r\n]{0,64}"
+# Compact, with single spaces, or indented; were any run allowed, a model that likes spaces would
+# never come to an end.
+WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 MAX_NESTING = 64
 # The compiler counts in 64 bits, less some room. What reaches further is narrowed: every answer is
 # still one that the schema allows.

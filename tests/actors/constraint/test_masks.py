@@ -134,6 +134,24 @@ def test_json_schema(schema: Any) -> None:
     check(JSON, Constraint("json_schema", json.dumps(schema)), language, 9)
 
 
+def test_json_is_compact_or_indented() -> None:
+    vocabulary = small_vocabulary(*'{}":,a1 \n\t')
+    constraint = Constraint("json_schema", "{}")
+    grammars = grammars_of(vocabulary)
+    schema = Constraint("json_schema", json.dumps({"const": {"a": {"a": 1}}}))
+    value = {"a": {"a": 1}}
+    for text in (json.dumps(value), json.dumps(value, separators=(",", ":")),
+                 json.dumps(value, indent=2), json.dumps(value, indent="\t")):  # fmt: skip
+        tokens = [vocabulary.tokens.index(char.encode()) for char in text]
+        for one in (constraint, schema):
+            assert vocabulary.end_ids[0] in allowed(
+                grammars.matcher(one, tokens).result(), vocabulary
+            )
+    spaces = [vocabulary.tokens.index(char.encode()) for char in "{\n\n"]
+    with pytest.raises(ConstraintError):
+        grammars.matcher(constraint, spaces).result()
+
+
 def test_half_characters() -> None:
     check(BYTES, Constraint("regex", "aé|ê"), {"aé".encode(), "ê".encode()}, 5)
 
