@@ -226,10 +226,12 @@ class EngineLoad(Answer):
 
 
 class Load(Answer):
-    """server_load: requests under way in this front door, uploads included."""
+    """server_load: requests under way in this front door, uploads and those that are `queued` for
+    their turn included."""
 
     server_load: Count
     streams: Count
+    queued: Count
     engines: dict[str, EngineLoad]
 
 

@@ -243,6 +243,7 @@ class Endpoints:
             {
                 "server_load": traffic.requests,
                 "streams": traffic.streams,
+                "queued": self._front.admission.waiting,
                 "engines": {
                     name: {"running": one.running, "waiting": one.waiting}
                     for name, one in engines.items()

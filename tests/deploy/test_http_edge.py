@@ -226,7 +226,7 @@ class TestHeads:
         "data",
         [b"hello\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
          b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
-         b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
          b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
          b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n"
          b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -449,7 +449,8 @@ class TestDrain:
 
 def test_load_counts_what_is_under_way(door: Door, fake: FakeEngineClient) -> None:
     idle = door.http.get("/load").json()
-    assert idle == {"server_load": 0, "streams": 0, "engines": {"0": {"running": 0, "waiting": 0}}}
+    engines = {"0": {"running": 0, "waiting": 0}}
+    assert idle == {"server_load": 0, "streams": 0, "queued": 0, "engines": engines}
     fake.seconds = 30.0
     with httpx.Client(base_url=door.url, timeout=20, verify=False) as client:
         with connected(door.url) as one, connected(door.url) as two:
