@@ -46,6 +46,9 @@ def channel_options(settings: GrpcSettings) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", settings.message_bytes),
         ("grpc.max_send_message_length", settings.message_bytes),
         ("grpc.max_concurrent_streams", settings.max_streams),
+        # Beside those, streams that have ended and whose memory is about to be freed. Without it
+        # a client that keeps to the limit is refused when it opens a stream right after an end.
+        ("grpc.http2.max_deallocating_streams", settings.max_streams),
         # A third ping sooner than this closes the connection. Half of what clients are promised:
         # the network may bring two pings closer together than they were sent.
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(settings.min_ping_interval_s / 2)),

@@ -1,4 +1,4 @@
-"""`expertmesh serve --grpc-port` over a real mesh: the engine protocol through a death and a stop."""
+"""`expertmesh serve --grpc-port` over a real mesh: streams live through a death and a stop."""
 
 import os
 import signal
