@@ -13,7 +13,7 @@ from expertmesh.deploy.bench.commands import bench
 from expertmesh.deploy.command import LOCAL_URL, URL, run_command
 from expertmesh.deploy.cost.commands import cost
 from expertmesh.deploy.doctor.commands import doctor
-from expertmesh.deploy.ray.commands import cluster
+from expertmesh.deploy.hosts.commands import cluster
 from expertmesh.deploy.routing.commands import routing
 from expertmesh.deploy.verify.commands import verify
 

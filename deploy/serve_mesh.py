@@ -14,9 +14,9 @@ from rich.markup import escape
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.deploy import preflight
 from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.deploy.hosts.token import offer_token
 from expertmesh.deploy.mesh_news import Status, news
 from expertmesh.deploy.preflight import size_text
-from expertmesh.deploy.ray.token import offer_token
 from expertmesh.deploy.serve_console import announce
 from expertmesh.deploy.serve_options import ServeOptions
 from expertmesh.deploy.stop_signals import handle_signals, stop_by_signal

@@ -14,9 +14,9 @@ from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from expertmesh.deploy.exit_codes import ExitCode
-from expertmesh.deploy.ray.check import findings
-from expertmesh.deploy.ray.commands import cluster
-from expertmesh.deploy.ray.findings import Finding
+from expertmesh.deploy.hosts.check import findings
+from expertmesh.deploy.hosts.commands import cluster
+from expertmesh.deploy.hosts.findings import Finding
 from expertmesh.deploy.serve_app import AppSettings
 from tests.support.hosts import REPOSITORY
 

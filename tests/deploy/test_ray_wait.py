@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from expertmesh.deploy.exit_codes import ExitCode
-from expertmesh.deploy.ray.commands import cluster
-from expertmesh.deploy.ray.probe import NodeFacts, look, warnings
-from expertmesh.deploy.ray.token import offer_token
+from expertmesh.deploy.hosts.commands import cluster
+from expertmesh.deploy.hosts.probe import NodeFacts, look, warnings
+from expertmesh.deploy.hosts.token import offer_token
 from tests.support.http_server import free_port
 
 HEAD = NodeFacts("10.0.0.1", "head", "2.60.0", "3.11.7", "0.1.0", 4 << 30, None)

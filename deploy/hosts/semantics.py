@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from expertmesh.deploy.ray.findings import Finding
-from expertmesh.deploy.ray.versions import check_command, check_image
+from expertmesh.deploy.hosts.findings import Finding
+from expertmesh.deploy.hosts.versions import check_command, check_image
 
 Config = Mapping[str, Any]
 

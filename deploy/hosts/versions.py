@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from expertmesh.deploy.ray.findings import Finding
+from expertmesh.deploy.hosts.findings import Finding
 
 # rayproject/ray:2.60.0-py311-gpu
 _RAY_IMAGE = re.compile(r"(?:^|/)ray(?:-ml|-llm)?:(\d+\.\d+\.\d+)(?:\.\w+)?(?:-py(\d)(\d+))?")

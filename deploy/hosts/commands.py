@@ -26,7 +26,7 @@ def check(
 
     Exit codes: 0 nothing wrong (there may be warnings), 2 something is, or no such file.
     """
-    from expertmesh.deploy.ray.check import check_file
+    from expertmesh.deploy.hosts.check import check_file
 
     run_command(check_file, file, reach)
 
@@ -51,6 +51,6 @@ def wait(
     Exit codes: 0 all have joined, 3 a node does not see the model, 7 some have not joined in time,
     8 no cluster answers.
     """
-    from expertmesh.deploy.ray.wait import wait_for_nodes
+    from expertmesh.deploy.hosts.wait import wait_for_nodes
 
     run_command(wait_for_nodes, nodes, timeout, address, model)

@@ -12,9 +12,9 @@ import yaml
 from rich.console import Console
 
 from expertmesh.deploy.exit_codes import ExitCode, Refused
-from expertmesh.deploy.ray.findings import Finding
-from expertmesh.deploy.ray.schema import check_schema
-from expertmesh.deploy.ray.semantics import check_meaning
+from expertmesh.deploy.hosts.findings import Finding
+from expertmesh.deploy.hosts.schema import check_schema
+from expertmesh.deploy.hosts.semantics import check_meaning
 
 SSH_PORT, REACH_SECONDS = 22, 3.0
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from expertmesh.deploy import preflight
 from expertmesh.deploy.exit_codes import ExitCode, Refused
-from expertmesh.deploy.ray.probe import NodeFacts, look, warnings
-from expertmesh.deploy.ray.token import offer_token
+from expertmesh.deploy.hosts.probe import NodeFacts, look, warnings
+from expertmesh.deploy.hosts.token import offer_token
 
 LOOK_SECONDS = 0.5
 PROBE_SECONDS = 60.0

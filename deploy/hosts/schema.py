@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonschema import Draft7Validator, ValidationError
 
-from expertmesh.deploy.ray.findings import Finding
+from expertmesh.deploy.hosts.findings import Finding
 
 # Keys of old examples that are still around.
 OUTDATED = {
