@@ -119,7 +119,8 @@ class Engine:
         self.model, self.state, self.exchange, self.settings = model, state, exchange, settings
         self.pages, self.slots = Pool("page", state.pages), Pool("slot", state.slots, compact=True)
         self.scheduler = Scheduler(settings, self.pages, self.slots)
-        self.sampler, self._masks = Sampler(model.kernels), MaskMaker(model.config.vocab_size)
+        self.sampler = Sampler(model.kernels)
+        self._masks = MaskMaker(model.config.vocab_size, state.latents.device)
         self._grammars = grammars
         self._eos_ids = frozenset(eos_ids)
         self.limits = Limits(

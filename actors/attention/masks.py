@@ -20,23 +20,32 @@ from expertmesh.actors.constraint.spec import ConstraintError
 if TYPE_CHECKING:
     from expertmesh.actors.attention.sequence import Sequence
 
-_BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
-# A mask with fewer words that are not zero is cheaper to apply by the ids it allows.
-_SPARSE = 1 / 16
+# By the byte of a mask: what to add to its eight logits.
+_BIAS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
+    np.float32(0),
+    np.float32(-np.inf),
+)
 
 
 @dataclass(slots=True)
 class Masks:
-    """words: [R, ceil(V / 32)], a bit per token that rows[i] may take. failures: row -> reason."""
+    """words: [R, ceil(V / 32)], a bit per token that rows[i] may take. bias: [R, V], 0 or minus
+    infinity, where the logits are in this memory. failures: row -> reason."""
 
     rows: list[int]
     words: Words
+    bias: NDArray[np.float32] | None
     failures: dict[int, str] = field(default_factory=dict)
 
 
 class MaskMaker:
-    def __init__(self, vocab_size: int) -> None:
-        self._words = words_for(vocab_size)
+    """The masks of one step at a time: they share their memory with those of the next."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab, self._words = vocab_size, words_for(vocab_size)
+        self._here = device.type == "cpu"
+        self._space = np.empty((0, self._words * 32), dtype=np.float32)
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def start(self, sampled: Rows["Sequence"]) -> "Future[Masks] | None":
@@ -44,26 +53,38 @@ class MaskMaker:
         rows = [row for row, seq in enumerate(sampled) if seq.matcher is not None]
         if not rows:
             return None
-        masks = Masks(rows, np.zeros((len(rows), self._words), dtype=np.int32))
-        return self._thread.submit(_fill, masks, [sampled[row] for row in rows])
+        masks = Masks(rows, np.zeros((len(rows), self._words), dtype=np.int32), None)
+        return self._thread.submit(self._fill, masks, [sampled[row] for row in rows])
+
+    def _fill(self, masks: Masks, sequences: list["Sequence"]) -> Masks:
+        for at, (row, seq) in enumerate(zip(masks.rows, sequences, strict=True)):
+            assert seq.matcher is not None
+            try:
+                seq.matcher.fill(masks.words[at], seq.unwanted_ends())
+            except ConstraintError as error:
+                masks.failures[row] = str(error)
+        if self._here:
+            count = len(masks.rows)
+            if len(self._space) < count:
+                self._space = np.empty((count, self._words * 32), dtype=np.float32)
+            expand(masks.words, self._space[:count])
+            masks.bias = self._space[:count, : self._vocab]
+        return masks
 
 
-def _fill(masks: Masks, sequences: list["Sequence"]) -> Masks:
-    for at, (row, seq) in enumerate(zip(masks.rows, sequences, strict=True)):
-        assert seq.matcher is not None
-        try:
-            seq.matcher.fill(masks.words[at], seq.unwanted_ends())
-        except ConstraintError as error:
-            masks.failures[row] = str(error)
-    return masks
+def expand(words_RW: Words, bias_RV: NDArray[np.float32]) -> None:
+    """Into bias [R, 32 W]: 0 where a bit is set, else minus infinity."""
+    octets = words_RW.view(np.uint8).reshape(-1)
+    np.take(_BIAS, octets, axis=0, out=bias_RV.reshape(-1, 8), mode="clip")
 
 
 def forbid(logits_BV: Tensor, masks: Masks) -> None:
     """Minus infinity, in place, for every token that a mask does not allow."""
     good = [at for at, row in enumerate(masks.rows) if row not in masks.failures]
-    if logits_BV.device.type == "cpu":
+    if masks.bias is not None:
         for at in good:
-            _forbid_row(logits_BV[masks.rows[at]].numpy(), masks.words[at])
+            logits_V = logits_BV[masks.rows[at]].numpy()
+            np.add(logits_V, masks.bias[at], out=logits_V)
     elif good:
         device, vocab = logits_BV.device, logits_BV.shape[1]
         words_RW = torch.from_numpy(masks.words[good]).to(device)
@@ -71,24 +92,3 @@ def forbid(logits_BV: Tensor, masks: Masks) -> None:
         allowed_RV = ((words_RW.unsqueeze(-1) >> shifts_32) & 1).flatten(1)[:, :vocab].bool()
         rows_R = torch.tensor([masks.rows[at] for at in good], device=device)
         logits_BV[rows_R] = logits_BV[rows_R].masked_fill(~allowed_RV, -torch.inf)
-
-
-def _forbid_row(logits_V: NDArray[np.float32], words_W: Words) -> None:
-    """Whole words at a time where they are 0 or full: most of a mask is one or the other."""
-    some = np.flatnonzero(words_W)
-    if len(some) < len(words_W) * _SPARSE:
-        word, bit = np.nonzero(words_W[some, None] & _BITS)
-        ids = some[word] * 32 + bit
-        kept = logits_V[ids]
-        logits_V.fill(-np.inf)
-        logits_V[ids] = kept
-        return
-    whole = len(logits_V) // 32
-    blocks, words = logits_V[: whole * 32].reshape(whole, 32), words_W[:whole]
-    blocks[words == 0] = -np.inf
-    mixed = np.flatnonzero((words != 0) & (words != -1))
-    part = blocks[mixed]
-    part[(words[mixed, None] & _BITS) == 0] = -np.inf
-    blocks[mixed] = part
-    rest = logits_V[whole * 32 :]
-    rest[(words_W[whole:, None] & _BITS)[:, : len(rest)].ravel() == 0] = -np.inf

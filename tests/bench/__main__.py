@@ -15,6 +15,7 @@ NAMES = (
     "planner",
     "replicas",
     "ledger",
+    "masks",
 )
 
 
