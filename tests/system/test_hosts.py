@@ -25,7 +25,7 @@ from expertmesh.deploy.exit_codes import ExitCode
 from tests.support.checkpoints import write_checkpoint
 from tests.support.hosts import REPOSITORY, Host, Scene, scene
 
-PROMPTS = ("hello world", "Once upon a time", "a", "The old house")
+PROMPTS = ("hello world", "Once upon a time", "The old house")
 START = 240.0
 # What a container has for shared memory unless it is given more.
 SMALL = 64 << 20
