@@ -83,8 +83,8 @@ class MeshKeeper:
         return self.mesh.upkeep.traffic.report()
 
     def routing_overview(self) -> bytes:
-        """Overview as msgpack, for the dashboard page."""
-        return msgspec.msgpack.encode(self.mesh.upkeep.traffic.overview())
+        """See Traffic.overview."""
+        return self.mesh.upkeep.traffic.overview()
 
     def record_routing(self, seconds: float, tokens: int) -> bytes:
         """An .npz of what whole tokens chose; see Recorder.record."""

@@ -17,7 +17,6 @@ from expertmesh.actors.model.config import ModelConfig
 from expertmesh.cluster.controller import Controller
 from expertmesh.cluster.ledger.alarms import Alarm
 from expertmesh.cluster.ledger.ledger import Ledger
-from expertmesh.cluster.ledger.overview import Overview
 from expertmesh.cluster.ledger.stats import ActorLoad, MeshStats, ReplicaLoad
 from expertmesh.cluster.ledger.totals import Total
 from expertmesh.cluster.membership import Worker
@@ -41,6 +40,7 @@ class Traffic:
         self._controller, self._model, self._top_k = controller, model, config.experts_per_token
         self.ledger = Ledger(config.moe_layers, config.num_experts, config.experts_per_token)
         self._moved_bytes, self._checksum_failures = Total(), Total()
+        self._overview: tuple[tuple[int, int, int] | None, bytes] = None, b""
 
     @property
     def placement(self) -> Placement | None:
@@ -88,13 +88,18 @@ class Traffic:
         plain: dict[str, Any] = msgspec.to_builtins(report)
         return plain
 
-    def overview(self) -> Overview:
-        """For the dashboard page. Of the epoch, which does not change while it is read."""
+    def overview(self) -> bytes:
+        """ledger.Overview as msgpack, for the dashboard page; made once per window and routing."""
         mesh = self._controller.mesh
         epoch, seats = mesh.epoch, {worker.member: worker.seat for worker in mesh.workers}
+        version = self.ledger.windows, epoch.number, epoch.version
+        if version == self._overview[0]:
+            return self._overview[1]
         placement = epoch.placement if epoch.placement.held else None
         names = [seats.get(member, member.name) for member in epoch.experts]
-        return self.ledger.overview(placement, names)
+        packed = msgspec.msgpack.encode(self.ledger.overview(placement, names))
+        self._overview = version, packed
+        return packed
 
     def stats(self, moves: Moves) -> MeshStats:
         """For the exporter of /metrics."""

@@ -111,6 +111,11 @@ class Ledger:
 
     # --- reading ------------------------------------------------------------------------------
 
+    @property
+    def windows(self) -> int:
+        """How many have been closed."""
+        return self._windows
+
     def loads(self) -> np.ndarray:
         """float64 [L, E]: decayed hits, in the order of `layers`. A copy, for the balancer."""
         with self._lock:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from expertmesh.cluster import metrics
+from expertmesh.deploy.one_process import LocalServer
 from tests.deploy.test_completions import both
 from tests.support.door import Door, joined
 
@@ -166,6 +167,24 @@ def test_counters_equal_usage(real: Door) -> None:
         generated += usage["completion_tokens"]
     after = counters()
     assert (after[0] - before[0], after[1] - before[1]) == (prompt, generated)
+
+
+def test_counters_equal_usage_through_preemption(real: Door, local_server: LocalServer) -> None:
+    """Eight choices that do not fit at once: rows are computed again, tokens are counted once."""
+
+    def counters() -> tuple[float, float, float, float]:
+        names = ("prompt_tokens", "generation_tokens", "engine_prompt_tokens",
+                 "engine_generation_tokens")  # fmt: skip
+        a, b, c, d = (real.metric(f"expertmesh_{name}_total") for name in names)
+        return a, b, c, d
+
+    preempted = local_server.engine_loop.engine.stats().preemptions
+    before = counters()
+    usage = real.complete([5] * 480, n=8, max_tokens=100, ignore_eos=True)["usage"]
+    grown = [now - then for now, then in zip(counters(), before, strict=True)]
+    assert local_server.engine_loop.engine.stats().preemptions > preempted
+    assert grown[:2] == [usage["prompt_tokens"], usage["completion_tokens"]] == [480, 800]
+    assert grown[2:] == [8 * 480, 800], "the engine counts sequences, and each of them once"
 
 
 def test_many_parallel_answers_match_their_prompts(real: Door) -> None:
