@@ -159,18 +159,22 @@ def test_tool_call(door: Door, fake: FakeEngineClient) -> None:
 
 def test_a_call_cut_by_the_limit_is_length(door: Door, fake: FakeEngineClient) -> None:
     answers(fake, CALL)
-    whole = len(ids_of(CALL))
-    seen = set()
-    for limit in range(4, whole, 5):
+    expected = {
+        "hm": None,  # before the call
+        "<|open|>call tool": None,
+        'index="1"<|sep|>': "",  # its name is there
+        'type="string"<|sep|>': '{"城市": "',
+        "北": '{"城市": "北',
+        "京": '{"城市": "北京',
+        "<|close|>argument<|sep|>": '{"城市": "北京"',
+        "<|close|>call<|sep|>": '{"城市": "北京"}',
+    }
+    for last, arguments in expected.items():
+        limit = len(ids_of(CALL[: CALL.index(last) + len(last)]))
         choice, _ = both(door, tools=[WEATHER], max_tokens=limit)
         assert choice["finish_reason"] == "length"
-        calls = choice["message"].get("tool_calls", [])
-        assert calls != [] or "tool_calls" not in choice["message"]
-        for call in calls:
-            seen.add(call["function"]["arguments"])
-            text = call["function"]["arguments"].rstrip("\ufffd")  # half a character
-            assert '{"城市": "北京"}'.startswith(text)
-    assert seen >= {"", '{"城市": "'}  # and no text that looks complete before it is
+        calls = choice["message"].get("tool_calls")
+        assert (calls and calls[0]["function"]["arguments"]) == arguments, last
 
 
 def test_tool_choice(door: Door, fake: FakeEngineClient) -> None:
