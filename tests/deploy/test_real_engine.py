@@ -180,11 +180,11 @@ def test_counters_equal_usage_through_preemption(real: Door, local_server: Local
 
     preempted = local_server.engine_loop.engine.stats().preemptions
     before = counters()
-    usage = real.complete([5] * 480, n=8, max_tokens=100, ignore_eos=True)["usage"]
+    usage = real.complete([5] * 380, n=8, max_tokens=200, ignore_eos=True)["usage"]
     grown = [now - then for now, then in zip(counters(), before, strict=True)]
     assert local_server.engine_loop.engine.stats().preemptions > preempted
-    assert grown[:2] == [usage["prompt_tokens"], usage["completion_tokens"]] == [480, 800]
-    assert grown[2:] == [8 * 480, 800], "the engine counts sequences, and each of them once"
+    assert grown[:2] == [usage["prompt_tokens"], usage["completion_tokens"]] == [380, 1600]
+    assert grown[2:] == [8 * 380, 1600], "the engine counts sequences, and each of them once"
 
 
 def test_many_parallel_answers_match_their_prompts(real: Door) -> None:
