@@ -44,7 +44,6 @@ def channel_options(settings: GrpcSettings) -> list[tuple[str, Any]]:
     patience = min(PING_TIMEOUT_SECONDS, settings.keepalive_s)
     return [
         ("grpc.max_receive_message_length", settings.message_bytes),
-        ("grpc.max_send_message_length", settings.message_bytes),
         ("grpc.max_concurrent_streams", settings.max_streams),
         # Beside those, streams that have ended and whose memory is about to be freed. Without it
         # a client that keeps to the limit is refused when it opens a stream right after an end.
@@ -55,10 +54,9 @@ def channel_options(settings: GrpcSettings) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         # Our own pings: a client that vanished without a word is noticed, and its calls end.
         ("grpc.keepalive_time_ms", _ms(settings.keepalive_s)),
-        ("grpc.keepalive_timeout_ms", _ms(patience)),
-        # The same for pings that measure bandwidth: while one is under way, no other is sent.
+        # Not keepalive_timeout_ms, which holds for keep-alive pings alone: while one that measures
+        # bandwidth is unanswered, those are not sent, and its own limit is a minute.
         ("grpc.http2.ping_timeout_ms", _ms(patience)),
-        ("grpc.http2.max_pings_without_data", 0),
         # As HTTP's listener: beside the hold of the command, and of a door that is being replaced.
         ("grpc.so_reuseport", 1),
     ]
