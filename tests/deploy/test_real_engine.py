@@ -4,16 +4,23 @@ import asyncio
 import base64
 import io
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.cluster import metrics
-from expertmesh.deploy.one_process import LocalServer
+from expertmesh.deploy.front import Front
+from expertmesh.deploy.one_process import start_local
+from expertmesh.deploy.openai.app import build_app
+from expertmesh.deploy.openai.describe import describe
 from tests.deploy.test_completions import both
 from tests.support.door import Door, joined
+from tests.support.http_server import http_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 V = 512  # of the checkpoint
@@ -169,22 +176,22 @@ def test_counters_equal_usage(real: Door) -> None:
     assert (after[0] - before[0], after[1] - before[1]) == (prompt, generated)
 
 
-def test_counters_equal_usage_through_preemption(real: Door, local_server: LocalServer) -> None:
+def test_counters_equal_usage_through_preemption(checkpoint: Path) -> None:
     """Eight choices that do not fit at once: rows are computed again, tokens are counted once."""
-
-    def counters() -> tuple[float, float, float, float]:
-        names = ("prompt_tokens", "generation_tokens", "engine_prompt_tokens",
-                 "engine_generation_tokens")  # fmt: skip
-        a, b, c, d = (real.metric(f"expertmesh_{name}_total") for name in names)
-        return a, b, c, d
-
-    preempted = local_server.engine_loop.engine.stats().preemptions
-    before = counters()
-    usage = real.complete([5] * 380, n=8, max_tokens=200, ignore_eos=True)["usage"]
-    grown = [now - then for now, then in zip(counters(), before, strict=True)]
-    assert local_server.engine_loop.engine.stats().preemptions > preempted
-    assert grown[:2] == [usage["prompt_tokens"], usage["completion_tokens"]] == [380, 1600]
-    assert grown[2:] == [8 * 380, 1600], "the engine counts sequences, and each of them once"
+    server = start_local(LoadSettings(model=checkpoint), EngineSettings(pages=12, slots=6))
+    try:
+        info = describe(checkpoint, server.config)
+        with http_server(build_app(Front(server.client, info))) as url, Door(url) as door:
+            usage = door.complete([5] * 60, n=8, max_tokens=70, ignore_eos=True)["usage"]
+            names = "prompt_tokens", "generation_tokens"
+            edge = [door.metric(f"expertmesh_{name}_total") for name in names]
+            engine = [door.metric(f"expertmesh_engine_{name}_total") for name in names]
+            assert door.metric("expertmesh_num_preemptions_total") > 0
+            assert door.metric("expertmesh_engine_recomputed_tokens_total") > 0
+        assert edge == [usage["prompt_tokens"], usage["completion_tokens"]] == [60, 560]
+        assert engine == [8 * 60, 560], "the engine counts sequences, and each of them once"
+    finally:
+        server.stop()
 
 
 def test_many_parallel_answers_match_their_prompts(real: Door) -> None:
