@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertmesh.actors.constraint.grammars import compose, literal, part_of
-from expertmesh.actors.constraint.spec import Constraint
+from expertmesh.actors.constraint.spec import Constraint, ConstraintError
 from expertmesh.actors.model import chat_xtml
-from expertmesh.actors.model.chat_messages import compact_json
+from expertmesh.actors.model.chat_messages import ChatError, compact_json
 from expertmesh.actors.model.chat_tool_grammar import (
     OPEN,
     SEP,
@@ -41,6 +41,10 @@ class Tool:
     @property
     def name(self) -> str:
         return str(self.function["name"])
+
+    @property
+    def schema_path(self) -> str:
+        return f"{self.path}.function.parameters"
 
     @property
     def strict(self) -> bool:
@@ -91,7 +95,7 @@ class Form:
 def constraint_of(form: Form, thinking: bool, tokenizer: Tokenizer) -> Constraint | None:
     """The grammar of the whole answer after K3's generation prompt; None where it is free.
 
-    Raises ConstraintError.
+    Raises ConstraintError, and ChatError for a tool's schema.
     """
     tools = form.callable
     limited = bool(tools) and form.single
@@ -127,7 +131,7 @@ def schemas_of(form: Form) -> list[Constraint]:
     for tool in form.callable:
         schema = tool.function.get("parameters")
         if schema is not None and form.follows_schema(tool):
-            field = f"{tool.path}.function.parameters"
+            field = tool.schema_path
             found.append(Constraint("json_schema", compact_json(schema, field), field))
     return found
 
@@ -144,7 +148,10 @@ def _calls(rules: Rules, form: Form) -> None:
     for number, tool in enumerate(form.callable):
         name = f"tool_{number}"
         if form.follows_schema(tool):
-            typed_arguments(rules, f"{name}_arguments", tool.function.get("parameters"))
+            try:
+                typed_arguments(rules, f"{name}_arguments", tool.function.get("parameters"))
+            except ConstraintError as error:
+                raise ChatError(tool.schema_path, str(error)) from None
         else:
             any_arguments(rules, f"{name}_arguments")
         opening = literal(f'call tool="{chat_xtml.escape(tool.name)}" index="')

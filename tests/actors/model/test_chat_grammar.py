@@ -208,8 +208,9 @@ def test_schemas_that_nest_too_deeply_are_refused(tokenizer: Tokenizer) -> None:
     schema: Any = {}
     for _ in range(90):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    with pytest.raises(ChatError, match="deeper than 64"):
-        turn(tokenizer, [tool("f", schema)], "required")
+    with pytest.raises(ChatError, match="deeper than 64") as caught:
+        turn(tokenizer, [tool("g"), tool("f", schema)], "required", body=YES)
+    assert caught.value.param == "tools[1].function.parameters"
     turn(tokenizer, [tool("f", schema)])  # free calls follow no schema
 
 
