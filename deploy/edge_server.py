@@ -11,7 +11,7 @@ from expertmesh.deploy.front import Front
 from expertmesh.deploy.listener import allow_connections, http_server
 
 if TYPE_CHECKING:
-    from expertmesh.deploy.grpc.server import GrpcServer
+    from expertmesh.deploy.rpc.server import GrpcServer
 
 
 async def open_grpc(front: Front, host: str) -> "GrpcServer | None":
@@ -19,7 +19,7 @@ async def open_grpc(front: Front, host: str) -> "GrpcServer | None":
     is taken. host: of HTTP, for settings that name none."""
     if front.edge.grpc.port is None:
         return None
-    from expertmesh.deploy.grpc.server import GrpcServer
+    from expertmesh.deploy.rpc.server import GrpcServer
 
     server = GrpcServer(front, front.edge.grpc, front.edge.grpc.host or host)
     await server.start()

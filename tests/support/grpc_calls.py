@@ -7,7 +7,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 
 ENGINE = "expertmesh.v1.Engine"
 

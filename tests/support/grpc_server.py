@@ -10,8 +10,8 @@ from typing import Any
 from expertmesh.deploy.edge_settings import EdgeSettings, GrpcSettings
 from expertmesh.deploy.engine_client import EngineClient
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.server import GrpcServer
 from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.rpc.server import GrpcServer
 from tests.support.http_server import free_port
 
 

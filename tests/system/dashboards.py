@@ -19,9 +19,9 @@ from typing import NamedTuple
 import grpc
 import httpx
 
-from expertmesh.deploy.grpc.v1 import engine_pb2, engine_pb2_grpc
 from expertmesh.deploy.observability.generate import BOARDS, FOLDER
 from expertmesh.deploy.observability.panels import Panel
+from expertmesh.deploy.rpc.v1 import engine_pb2, engine_pb2_grpc
 from tests.support.grpc_calls import ask
 from tests.support.http_server import free_port
 from tests.support.mixed_load import mixed_load

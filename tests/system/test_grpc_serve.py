@@ -10,8 +10,8 @@ import grpc
 import httpx
 import pytest
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
-from expertmesh.deploy.grpc.v1.engine_pb2_grpc import EngineStub
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
 from tests.deploy.grpc.test_discovery import NOT_SERVING, SERVING, Watcher
 from tests.support.checkpoints import write_checkpoint
 from tests.support.door import Door

@@ -7,11 +7,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
-from expertmesh.deploy.grpc.v1 import engine_pb2_grpc
 from expertmesh.deploy.one_process import LocalServer
 from expertmesh.deploy.openai.describe import describe
 from expertmesh.deploy.openai.served import Limits, ServedModel
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1 import engine_pb2_grpc
 from tests.support.fake_client import FakeEngineClient, echo_prompt
 from tests.support.grpc_server import GrpcThread, grpc_server
 

@@ -18,10 +18,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from expertmesh.deploy.auth.keys import hash_key, new_key
 from expertmesh.deploy.edge_settings import AuthSettings, EdgeSettings, TlsSettings
-from expertmesh.deploy.grpc.tls import TlsError, credentials
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
-from expertmesh.deploy.grpc.v1.engine_pb2_grpc import EngineStub
 from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.rpc.tls import TlsError, credentials
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
 from tests.deploy.grpc.test_discovery import SERVING, check
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import ENGINE, Answer, ask, refused

@@ -10,11 +10,11 @@ import httpx
 from expertmesh.deploy.edge_server import EdgeServer
 from expertmesh.deploy.edge_settings import EdgeSettings, GrpcSettings, QueueSettings
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
-from expertmesh.deploy.grpc.v1.engine_pb2_grpc import EngineStub
 from expertmesh.deploy.listener import bind
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import ask
 from tests.support.http_server import free_port

@@ -7,8 +7,8 @@ import grpc
 import orjson
 import pytest
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
-from expertmesh.deploy.grpc.v1.engine_pb2_grpc import EngineStub
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
 from tests.support.door import Door
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import Answer, ask, refused

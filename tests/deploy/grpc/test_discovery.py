@@ -14,9 +14,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from expertmesh.deploy.grpc import server
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
 from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.rpc import server
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import ENGINE
 from tests.support.grpc_server import GrpcThread, grpc_server

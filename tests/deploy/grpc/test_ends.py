@@ -12,11 +12,11 @@ import grpc.aio
 import pytest
 
 from expertmesh.deploy.edge_settings import EdgeSettings, QueueSettings
-from expertmesh.deploy.grpc.pipe import Pipe
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
-from expertmesh.deploy.grpc.v1.engine_pb2_grpc import EngineStub
 from expertmesh.deploy.one_process import LocalServer
 from expertmesh.deploy.openai.served import Limits, ServedModel
+from expertmesh.deploy.rpc.pipe import Pipe
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import Answer, ask, refused
 from tests.support.grpc_server import GrpcThread, grpc_server

@@ -6,7 +6,7 @@ import struct
 import grpc
 import pytest
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import ENGINE, ask
 from tests.support.grpc_server import GrpcThread

@@ -7,9 +7,9 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
-from expertmesh.deploy.grpc.v1.engine_pb2_grpc import EngineStub
 from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import Answer, ask, refused
 from tests.support.grpc_server import GrpcThread, grpc_server

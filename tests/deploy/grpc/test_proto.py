@@ -8,14 +8,14 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
-from expertmesh.deploy.grpc import codegen
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc import codegen
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_generated_code_is_current() -> None:
-    assert codegen.stale() == [], "run: python -m expertmesh.deploy.grpc.codegen --write"
+    assert codegen.stale() == [], "run: python -m expertmesh.deploy.rpc.codegen --write"
 
 
 def test_the_wheel_has_proto_and_stubs() -> None:

@@ -12,10 +12,10 @@ import h2.events
 import h2.settings
 import pytest
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
-from expertmesh.deploy.grpc.v1.engine_pb2_grpc import EngineStub
 from expertmesh.deploy.listener import hold
 from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import Answer, ask, refused
 from tests.support.grpc_server import GrpcThread, grpc_server

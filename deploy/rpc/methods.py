@@ -17,10 +17,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.status import code_of, status_of
 from expertmesh.deploy.openai.body import HEAVY_BYTES
 from expertmesh.deploy.openai.errors import ApiError, bad
 from expertmesh.deploy.openai.run import api_error
+from expertmesh.deploy.rpc.status import code_of, status_of
 
 _log = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from expertmesh.deploy.admission.admission import Turn
 from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.engine_client import Pace, at_the_end
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.answers import Answer, aborted
-from expertmesh.deploy.grpc.pipe import Pipe
-from expertmesh.deploy.grpc.requests import prepare
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
 from expertmesh.deploy.openai import constraints
 from expertmesh.deploy.openai.completions import CompletionGeneration
 from expertmesh.deploy.openai.errors import unavailable
 from expertmesh.deploy.openai.run import all_choices
 from expertmesh.deploy.openai.telemetry import Telemetry
+from expertmesh.deploy.rpc.answers import Answer, aborted
+from expertmesh.deploy.rpc.pipe import Pipe
+from expertmesh.deploy.rpc.requests import prepare
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 
 Send = Callable[[pb.GenerateResponse], Awaitable[None]]
 

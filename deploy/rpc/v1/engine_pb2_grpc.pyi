@@ -12,7 +12,7 @@ it; a field that this server does not know is refused, not dropped.
 """
 
 from collections import abc as _abc
-from expertmesh.deploy.grpc.v1 import engine_pb2 as _engine_pb2
+from expertmesh.deploy.rpc.v1 import engine_pb2 as _engine_pb2
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc

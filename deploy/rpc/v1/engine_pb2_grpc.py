@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as expertmesh_dot_v1_dot_engine__pb2
+from expertmesh.deploy.rpc.v1 import engine_pb2 as expertmesh_dot_v1_dot_engine__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__

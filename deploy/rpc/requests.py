@@ -7,12 +7,12 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import ValidationError
 
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
 from expertmesh.deploy.openai import completions
 from expertmesh.deploy.openai.completions import CompletionGeneration
 from expertmesh.deploy.openai.errors import bad, from_validation
 from expertmesh.deploy.openai.protocol import CompletionRequest
 from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 
 # Outside of sampling_params, with the HTTP field's own name.
 _TOP_LEVEL = ("model", "request_id", "priority", "stream", "return_routed_experts")

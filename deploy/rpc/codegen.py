@@ -1,4 +1,4 @@
-"""Python code of the protocol: `python -m expertmesh.deploy.grpc.codegen --write` or `--check`.
+"""Python code of the protocol: `python -m expertmesh.deploy.rpc.codegen --write` or `--check`.
 
 The generated files are committed, so that serving needs no compiler. Making them needs the dev
 dependencies (grpcio-tools, mypy-protobuf), whose versions are pinned: others write other text.
@@ -16,9 +16,9 @@ SOURCE = "expertmesh/v1/engine.proto"
 
 # protoc imports by the folder of the .proto; the modules live in this package.
 _IMPORTS = (
-    ("from expertmesh.v1 import", "from expertmesh.deploy.grpc.v1 import"),
-    ("import expertmesh.v1.engine_pb2", "import expertmesh.deploy.grpc.v1.engine_pb2"),
-    ("expertmesh.v1.engine_pb2.", "expertmesh.deploy.grpc.v1.engine_pb2."),
+    ("from expertmesh.v1 import", "from expertmesh.deploy.rpc.v1 import"),
+    ("import expertmesh.v1.engine_pb2", "import expertmesh.deploy.rpc.v1.engine_pb2"),
+    ("expertmesh.v1.engine_pb2.", "expertmesh.deploy.rpc.v1.engine_pb2."),
 )
 
 

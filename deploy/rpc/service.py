@@ -9,18 +9,18 @@ from expertmesh import __version__
 from expertmesh.actors.attention.messages import EngineStats
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.calls import Call, LiveCalls
-from expertmesh.deploy.grpc.gate import CALLER
-from expertmesh.deploy.grpc.requests import field_name
-from expertmesh.deploy.grpc.rpc import Reply, handler
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
+from expertmesh.deploy.rpc.calls import Call, LiveCalls
+from expertmesh.deploy.rpc.gate import CALLER
+from expertmesh.deploy.rpc.methods import Reply, handler
+from expertmesh.deploy.rpc.requests import field_name
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Engine"].full_name
 SERVER_TYPE = "expertmesh-grpc"
 
 
 class EngineService:
-    """One method of the .proto each. Failures leave as exceptions; rpc.handler makes statuses."""
+    """One method of the .proto each. Failures leave as exceptions; `methods` makes statuses."""
 
     def __init__(self, front: Front) -> None:
         self._front = front

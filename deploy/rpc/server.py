@@ -1,7 +1,7 @@
 """The engine protocol's port.
 
     import grpc
-    from expertmesh.deploy.grpc.v1 import engine_pb2, engine_pb2_grpc
+    from expertmesh.deploy.rpc.v1 import engine_pb2, engine_pb2_grpc
 
     with grpc.insecure_channel("127.0.0.1:50051") as channel:
         engine = engine_pb2_grpc.EngineStub(channel)
@@ -12,7 +12,7 @@
         for message in engine.Generate(request, timeout=60):
             print(message.chunk.text, end="", flush=True)
 
-Other languages: the .proto is in the wheel (`expertmesh/deploy/grpc/proto`), and grpcurl needs only
+Other languages: the .proto is in the wheel (`expertmesh/deploy/rpc/proto`), and grpcurl needs only
 the port: `grpcurl -plaintext -d '{"text": "Hello"}' HOST:50051 expertmesh.v1.Engine/Generate`.
 """
 
@@ -27,10 +27,10 @@ from grpc_reflection.v1alpha import reflection
 
 from expertmesh.deploy.edge_settings import GrpcSettings
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.gate import Gate
-from expertmesh.deploy.grpc.health import HealthService
-from expertmesh.deploy.grpc.service import SERVICE, EngineService
-from expertmesh.deploy.grpc.tls import credentials
+from expertmesh.deploy.rpc.gate import Gate
+from expertmesh.deploy.rpc.health import HealthService
+from expertmesh.deploy.rpc.service import SERVICE, EngineService
+from expertmesh.deploy.rpc.tls import credentials
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 # What calls that were told to end get to send their last status.

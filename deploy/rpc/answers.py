@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from expertmesh.actors.attention.messages import TokenLogprobs, TokenOutput
-from expertmesh.deploy.grpc.v1 import engine_pb2 as pb
 from expertmesh.deploy.openai.completions import CompletionGeneration
 from expertmesh.deploy.openai.logprobs import finite
+from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 
 
 @dataclass(slots=True)

@@ -9,9 +9,9 @@ import grpc.aio
 
 from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.rpc import Context, Handler
-from expertmesh.deploy.grpc.status import status_of
 from expertmesh.deploy.openai.errors import ApiError, bad
+from expertmesh.deploy.rpc.methods import Context, Handler
+from expertmesh.deploy.rpc.status import status_of
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
 

@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertmesh.deploy.front import Front
-from expertmesh.deploy.grpc.rpc import Context
-from expertmesh.deploy.grpc.service import SERVICE
+from expertmesh.deploy.rpc.methods import Context
+from expertmesh.deploy.rpc.service import SERVICE
 
 LIVE = ""
 # Between two looks of a Watch. Nobody watching costs nothing.
