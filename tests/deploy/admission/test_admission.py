@@ -78,6 +78,7 @@ class Scene:
         return raised.value
 
     def metric(self, name: str, **labels: str) -> float:
+        self.telemetry.look({}, None)
         value = self.telemetry.registry.get_sample_value(
             f"expertmesh_{name}", {"model_name": "tiny", **labels}
         )
