@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -68,16 +69,21 @@ def proxied(model: Path) -> Iterator[tuple[str, str]]:
 @pytest.mark.timeout(700)
 def test_behind_the_proxy_and_back_after_a_death(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "tiny", tokenizer=True, num_hidden_layers=4)
-    body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    grammar = body | {"structured_outputs": {"regex": "([a-c]é)*"}}
     local = start_local(LoadSettings(model=model), EngineSettings(pages=32, slots=4))
     app = build_app(Front(local.client, describe(model, local.config)))
     with http_server(app) as url, Door(url) as door:
         expected = door.text("hello world", **body)
+        bound = door.text("hello world", **grammar)
     local.stop()
     with proxied(model) as (url, mark), Door(url) as door:
         assert door.text("hello world", **body) == expected
         events = door.events("/v1/completions", prompt="hello world", **body)
         assert joined(events) == expected
+        assert door.text("hello world", **grammar) == bound
+        broken = door.refused("/v1/completions", prompt="x", structured_outputs={"regex": "("})
+        assert broken["param"] == "structured_outputs.regex"
         assert door.refused("/v1/completions", prompt="x", banana=1)["param"] == "banana"
         assert door.refused("/nope", 404)["code"] == "not_found"
         echoed = door.http.get("/health", headers={"x-request-id": "mine"})
