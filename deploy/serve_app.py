@@ -10,6 +10,7 @@ Two ways in, one app:
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,6 +39,8 @@ from expertmesh.deploy.openai.describe import describe
 from expertmesh.deploy.ray_client import RayEngineClient
 from expertmesh.deploy.serve_scaling import seats_application
 
+_log = logging.getLogger(__name__)
+
 # Serve's proxy spends 0.45 ms of CPU a chunk: 500 chunks a second are a quarter of a core.
 CHUNKS_BEHIND_PROXY = 500.0
 # One thread per process: the door's numeric libraries compute nothing.
@@ -62,6 +65,9 @@ class DoorSettings(BaseModel):
     port: int = Field(8000, ge=1, le=65535)
     grace_seconds: int = Field(10, ge=0)
     edge: EdgeSettings = Field(default_factory=EdgeSettings)
+    alone_seconds: float = Field(
+        20.0, gt=0, description="A door that listens by itself ends this long after its mesh."
+    )
 
 
 def door_app(settings: DoorSettings, behind_proxy: bool = False) -> tuple[Front, FastAPI]:
@@ -109,6 +115,19 @@ class Door:
         front, app = await asyncio.to_thread(door_app, settings)
         self._server = EdgeServer(front, app, settings.host, settings.grace_seconds)
         await self._server.start(listener)
+        self._leaving = asyncio.create_task(self._leave_with_mesh(settings))
+
+    async def _leave_with_mesh(self, settings: DoorSettings) -> None:
+        """Whoever started this server may have been killed before it could stop it: the mesh went
+        along, and Serve would keep this door, and its port, for ever."""
+        missed, looks = 0, 4
+        while missed < looks:
+            await asyncio.sleep(settings.alone_seconds / looks)
+            gone = await asyncio.to_thread(_has_gone, settings.mesh, settings.namespace)
+            missed = missed + 1 if gone else 0
+        _log.error("the mesh %s has gone, and this front door with it", settings.mesh)
+        application = serve.get_replica_context().app_name
+        await asyncio.to_thread(partial(serve.delete, application, _blocking=False))
 
     async def check_health(self) -> None:
         """Raises when the listener has ended; Serve then replaces this replica."""
@@ -119,6 +138,17 @@ class Door:
         """No new connections; running answers get the grace time. Returns when all is done."""
         self._server.stop()
         await self._server.wait()
+
+
+def _has_gone(actor: str, namespace: str) -> bool:
+    """Whether Ray says that there is no such actor; a Ray that says nothing is no proof."""
+    try:
+        ray.get_actor(actor, namespace=namespace)
+    except ValueError:
+        return True
+    except Exception:
+        return False
+    return False
 
 
 def door_application(settings: DoorSettings, node_address: str) -> Application:

@@ -1,17 +1,24 @@
-"""Serve's own autoscaler, with this project's policy, sets the number of attention replicas."""
+"""What Serve runs for a mesh: an autoscaler that sets the number of attention replicas, and a front
+door that does not outlive its mesh."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import ray
 from ray import serve
 
 from expertmesh.cluster.autoscaling.settings import AttentionScaling
+from expertmesh.deploy.cli import BUNDLED
+from expertmesh.deploy.listener import bind
+from expertmesh.deploy.serve_app import DoorSettings, door_application
 from expertmesh.deploy.serve_scaling import LOOK_BACK_S, seats_application
 from tests.support.fake_mesh import FakeKeeper, FakeReplica
+from tests.support.http_server import free_port
 from tests.support.server_process import wait_for
 
 MOST = 2
@@ -62,3 +69,27 @@ def test_replicas_follow_their_memory_and_silence_keeps_them(keeper: Any) -> Non
     ray.get(keeper.set.remote(0.0))
     wait_for(lambda: desired() == 1, FOLLOW_S)
     assert ray.get(keeper.state.remote())[1][-2:] == [2, 1]
+
+
+@pytest.mark.timeout(400)
+def test_a_front_door_whose_mesh_was_killed_frees_its_port(keeper: Any) -> None:
+    port = free_port()
+    mesh = ray.remote(FakeKeeper).options(name="killed-mesh", num_cpus=0).remote(1)
+    settings = DoorSettings(
+        model=BUNDLED, mesh="killed-mesh", namespace="seats", port=port, alone_seconds=2
+    )
+    here = ray.util.get_node_ip_address()
+    serve.run(door_application(settings, here), name="killed", route_prefix=None)
+    url = f"http://127.0.0.1:{port}/health"
+    assert httpx.get(url, timeout=60).status_code == 200
+    assert "killed" in serve.status().applications
+    ray.kill(mesh)
+    wait_for(lambda: "killed" not in serve.status().applications, FOLLOW_S)
+
+    def free() -> bool:
+        with contextlib.suppress(OSError):
+            bind("127.0.0.1", port).close()
+            return True
+        return False
+
+    wait_for(free, FOLLOW_S)
