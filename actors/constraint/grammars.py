@@ -5,6 +5,8 @@ tokenisation of text that is certain to come; without it the model chooses, as i
 """
 
 import json
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLMatcher
@@ -27,6 +29,8 @@ _FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
 }  # fmt: skip
 _DATA = {"enum", "const", "default", "examples"}
+
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
 # A grammar of a composed constraint: Lark text, or a JSON schema.
 Part = str | dict[str, Any] | bool
@@ -60,8 +64,7 @@ def part_of(constraint: Constraint) -> Part:
     if constraint.kind == "json_schema":
         return schema_part(_json(text))
     if constraint.kind == "regex":
-        (grammar,) = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
-        return str(grammar["lark_grammar"])
+        return _regex(text)
     if constraint.kind == "choice":
         return one_of(_json(text))
     if constraint.kind == "grammar":
@@ -82,13 +85,29 @@ def schema_part(schema: Any) -> Part:
     return plain | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
+def _regex(pattern: str) -> str:
+    (grammar,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
+    return str(grammar["lark_grammar"])
+
+
+def any_of(texts: Sequence[str]) -> str:
+    """A Lark terminal for any one of some strings.
+
+    It is one regular expression: as rules, ten thousand of them would take seconds to compile.
+    """
+    if not any(texts):
+        return '""'
+    pattern = "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts)
+    return _regex(pattern).removeprefix("start: ")
+
+
 def one_of(choices: Any) -> str:
     """Lark for any one of some strings. Raises ConstraintError."""
     if not isinstance(choices, list) or not choices:
         raise ConstraintError("must be a non-empty list of strings")
     if not all(isinstance(choice, str) for choice in choices):
         raise ConstraintError("must be a list of strings only")
-    return "start: " + " | ".join(literal(choice) for choice in choices)
+    return f"start: {any_of(choices)}"
 
 
 def literal(text: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from expertmesh.actors.constraint.grammars import Part, literal, resolve, schema_part
+from expertmesh.actors.constraint.grammars import Part, any_of, literal, resolve, schema_part
 from expertmesh.actors.model import chat_xtml
 
 Schema = dict[str, Any]
@@ -187,12 +187,13 @@ def _alternatives(schema: Any, shared: Schema, depth: int) -> list[tuple[str, st
 
 
 def _values(values: list[Any]) -> list[tuple[str, str | Schema]]:
-    found: list[tuple[str, str | Schema]] = []
+    texts = [value for value in values if isinstance(value, str)]
+    found: list[tuple[str, str | Schema]] = [("string", any_of(texts))] if texts else []
+    others: dict[str, list[Any]] = {}
     for value in values:
-        if isinstance(value, str):
-            found.append(("string", literal(value)))
-        else:
-            found.append((_type_of(value), {"enum": [value]}))
+        if not isinstance(value, str):
+            others.setdefault(_type_of(value), []).append(value)
+    found += [(kind, {"enum": group}) for kind, group in others.items()]
     if not found:
         raise _Whole
     return found

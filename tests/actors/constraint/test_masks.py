@@ -134,6 +134,24 @@ def test_json_schema(schema: Any) -> None:
     check(JSON, Constraint("json_schema", json.dumps(schema)), language, 9)
 
 
+def test_choices_of_any_characters() -> None:
+    choices = [
+        "a.c",
+        "a\\d",
+        "(x|y)*",
+        "[^a]{2}$",
+        "a/b",
+        '"q"',
+        "#~&&-",
+        "two\nlines",
+        " ",
+        "é\t\0",
+    ]
+    vocabulary = small_vocabulary(*sorted({char for choice in choices for char in choice}))
+    constraint = Constraint("choice", json.dumps(choices))
+    check(vocabulary, constraint, {choice.encode() for choice in choices}, 12)
+
+
 def test_json_is_compact_or_indented() -> None:
     vocabulary = small_vocabulary(*'{}":,a1 \n\t')
     constraint = Constraint("json_schema", "{}")

@@ -133,7 +133,8 @@ ARGUMENTS: list[Any] = [
     {"type": "object", "properties": {"s": {"type": "string", "minLength": 1, "maxLength": 3}},
      "required": ["s"]},
     {"type": "object", "properties": {"a": {"type": ["integer", "null"]}, "b": {}, "c": True}},
-    {"properties": {"e": {"enum": ["x", 1, None, [2]]}, "k": {"const": "only"}}, "required": ["e"]},
+    {"properties": {"e": {"enum": ["x", 1, None, [2], 2, "y/("]}, "k": {"const": "only"},
+                    "n": {"const": ""}}, "required": ["e", "n"]},
     # Written whole: patterns, references to elsewhere, conditions on the object.
     {"type": "object", "properties": {"p": {"type": "string", "pattern": "^[ab]{2}$"}},
      "required": ["p"], "additionalProperties": False},
