@@ -270,6 +270,9 @@ class Endpoints:
         parsed, heavy, tokenizer = await self._tokenizing(request, TokenizeRequest, "prompt")
         if (parsed.prompt is None) == (parsed.messages is None):
             raise bad("give either prompt or messages", "prompt")
+        for name in ("tools", "chat_template_kwargs"):
+            if parsed.prompt is not None and name in parsed.model_fields_set:
+                raise bad(f"{name} goes with messages, not with a prompt", name)
 
         def encode() -> list[int]:
             if parsed.prompt is not None:

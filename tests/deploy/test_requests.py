@@ -195,3 +195,10 @@ def test_messages_are_in_the_words_of_the_api(door: Door) -> None:
     assert error["message"] == "'model': must have at least 1 character"
     error = door.refused(CHAT, messages=[{"role": "assistant"}])
     assert "an assistant message needs content" in error["message"]
+
+
+def test_nothing_of_a_tokenize_request_is_passed_over(door: Door) -> None:
+    for field, value in (("tools", []), ("chat_template_kwargs", {"thinking": False})):
+        assert door.refused("/tokenize", prompt="x", **{field: value})["param"] == field
+        assert door.ok("/tokenize", messages=USER, **{field: value})["count"]
+        assert door.ok("/tokenize", prompt="x", **{field: None})["count"] == 1

@@ -6,7 +6,6 @@ answering it, so each is sent in several forms: as it is, streamed, and every fi
 top of a request that works, which is what reaches the engine.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -51,10 +50,10 @@ WORKING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # (path, method, bodies that fit, bodies that do not): about in the order of what can go wrong.
 OPERATIONS = [
-    ("/v1/completions", "POST", 140, 220),
-    ("/v1/chat/completions", "POST", 80, 70),
+    ("/v1/completions", "POST", 110, 230),
+    ("/v1/chat/completions", "POST", 70, 40),
     ("/tokenize", "POST", 50, 50),
-    ("/detokenize", "POST", 80, 80),
+    ("/detokenize", "POST", 100, 100),
     ("/v1/models/{model_id}", "GET", 60, 0),
     ("/mesh/scale", "POST", 40, 40),
     ("/mesh/routing/record", "POST", 20, 20),
@@ -140,10 +139,12 @@ class Fuzz:
             if operation.method.upper() == "GET" and "{" not in operation.path:
                 self.send(operation.Case(), CONFORMS)
 
-    def operation(self, path: str, method: str, mode: GenerationMode, examples: int) -> None:
+    def operation(
+        self, path: str, method: str, mode: GenerationMode, examples: int, start: int = 4
+    ) -> None:
         operation = self.schema[path][method]
 
-        @seed(4)
+        @seed(start)
         @settings(
             max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
@@ -170,8 +171,11 @@ def test_five_thousand_requests(server: WatchedServer) -> None:
                     fuzz.operation(path, method, mode, examples)
             if not memory and fuzz.sent > WARM_UP:
                 memory = server.rss()
+        start = 5
+        while fuzz.sent < TOTAL:  # other versions of the makers make other numbers
+            fuzz.operation("/v1/completions", "POST", GenerationMode.NEGATIVE, 40, start)
+            start += 1
         assert door.text("The next ordinary request", max_tokens=8, temperature=0) == expected
     server.wait_idle()
     assert server.rss() - memory < RSS_GROWTH
-    assert fuzz.sent >= TOTAL, json.dumps(sorted(map(str, fuzz.counts.items())), indent=1)
-    assert sum(n for (path, status), n in fuzz.counts.items() if status == 200) > 1000
+    assert sum(n for (_, status), n in fuzz.counts.items() if status == 200) > 1000, fuzz.counts
