@@ -23,7 +23,7 @@ from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 
 Send = Callable[[pb.GenerateResponse], Awaitable[None]]
 
-# Messages between engine and client. What a slow reader has not taken stays with the engine's
+# Messages that may wait for the client. What a slow reader has not taken stays with the engine's
 # client, as tokens, and comes in one message later.
 AHEAD = 2
 # Between two looks for a stop string, when only the whole answer is wanted.
@@ -110,7 +110,7 @@ class Call:
         client, traffic = self._front.client, self._front.traffic
         self._answer = answer = Answer(generation, self._id)
         clock = TokenClock(generation, self._front.telemetry)
-        feeds = [partial(_feed, answer, clock, index) for index in range(len(turn.requests))]
+        feeds = [partial(self._feed, answer, clock, i) for i in range(len(turn.requests))]
         pace: Pace = traffic.interval
         if not generation.stream:
             stops = self._request.sampling_params.stop  # which the edge looks for, not the engine
@@ -120,18 +120,23 @@ class Call:
         try:
             choices = all_choices(client, turn.requests, feeds, pace, turn.choice_ended)
             async with aclosing(choices) as pieces:
-                async for _, messages in pieces:
-                    for message in messages:
-                        await self._pipe.put(message)
+                async for _ in pieces:
+                    await self._pipe.room()
         finally:
             traffic.streams -= streams
 
-
-def _feed(
-    answer: Answer, clock: "TokenClock", index: int, output: TokenOutput
-) -> tuple[list[pb.GenerateResponse], bool]:
-    clock.tokens(index, len(output.token_ids))
-    return answer.feed(index, output)
+    def _feed(
+        self, answer: Answer, clock: "TokenClock", index: int, output: TokenOutput
+    ) -> tuple[None, bool]:
+        """What is counted as answered is in the pipe: an end from outside must not find tokens
+        that the client will never see."""
+        if self._pipe.closed:
+            return None, True  # the reader's task is about to be cancelled
+        clock.tokens(index, len(output.token_ids))
+        messages, complete = answer.feed(index, output)
+        for message in messages:
+            self._pipe.push(message)
+        return None, complete
 
 
 class TokenClock:

@@ -248,31 +248,49 @@ class TestSlowReaders:
         self, engine: EngineStub, server: GrpcThread, fake: FakeEngineClient
     ) -> None:
         """The answer waits as tokens, not as messages, and arrives whole."""
+        before = fake.counters.generation_tokens
         with RawChannel(server.address) as raw:
             request = ask([65], max_tokens=900, logprobs=20)
             stream = raw.send(GENERATE, framed(request.SerializeToString()))
-            wait_for(lambda: fake.counters.generation_tokens >= 900, 20)
+            wait_for(lambda: fake.counters.generation_tokens - before >= 900, 20)
             assert raw.status(stream) == (0, "")
+
+    @pytest.mark.parametrize("n", [1, 4])
+    def test_an_abort_ends_it_with_what_was_sent(
+        self, server: GrpcThread, engine: EngineStub, fake: FakeEngineClient, n: int
+    ) -> None:
+        """What waits in the server when the end comes is neither lost nor counted twice."""
+        request = ask([65], request_id="slow", max_tokens=900, logprobs=20, n=n)
+        fake.seconds, before = 0.0005, fake.counters.generation_tokens
+        call = engine.Generate(request, timeout=60)
+        first = next(call)
+        wait_for(lambda: fake.counters.generation_tokens - before >= 600 * n, 20)
+        assert abort(engine, "slow") == 1
+        answer = Answer([first, *call])
+        assert sorted(answer.ends) == list(range(n))
+        for index, end in answer.ends.items():
+            answer.text(index)
+            assert end.finish_reason == "abort"
 
     def test_a_pipe_is_bounded_and_ends(self) -> None:
         async def main() -> None:
             pipe: Pipe[int] = Pipe(2)
-            await pipe.put(1)
-            await pipe.put(2)
-            third = asyncio.create_task(pipe.put(3))
+            pipe.push(1)
+            await pipe.room()
+            pipe.push(2)
+            waiting = asyncio.create_task(pipe.room())
             await asyncio.sleep(0)
-            assert not third.done()
+            assert not waiting.done()
             got = []
-            async for item in pipe:
-                got.append(item)
-                if item == 2:
-                    await third
-                    pipe.close(ValueError("the end"))
-                    pipe.close()
-                    break
             with pytest.raises(ValueError, match="the end"):
                 async for item in pipe:
                     got.append(item)
+                    if item == 1:
+                        await waiting
+                        pipe.push(3)
+                    if item == 3:
+                        pipe.close(ValueError("the end"))
+                        pipe.close()
             assert got == [1, 2, 3]
 
         asyncio.run(main())
