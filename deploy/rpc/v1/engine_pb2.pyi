@@ -161,7 +161,7 @@ class SamplingParams(_message.Message):
     regex: _builtins.str
     """A text that this regular expression matches as a whole."""
     grammar: _builtins.str
-    """A text of this grammar, in Lark's notation."""
+    """A text of this grammar, in Lark's notation or GBNF."""
     json_object: _builtins.bool
     """true: any JSON object."""
     logprobs: _builtins.int

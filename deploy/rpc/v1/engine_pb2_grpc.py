@@ -104,9 +104,10 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends live Generate calls by their request id, from any connection. They end normally, each
-        choice with a `complete` whose finish_reason is "abort". Unknown ids, and ids that have
-        already ended, are no error.
+        """Ends live Generate calls by their request id, from any connection to the same server process
+        and, where there are keys, with the same key. They end normally (OK), each choice that is not
+        complete with a `complete` whose finish_reason is "abort"; the engine is free at once, also
+        when the client reads nothing. Unknown ids, and ids that have already ended, are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,9 +59,10 @@ class EngineStub:
     the last of them. A deadline or a cancelled call frees everything the request holds.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
-    """Ends live Generate calls by their request id, from any connection. They end normally, each
-    choice with a `complete` whose finish_reason is "abort". Unknown ids, and ids that have
-    already ended, are no error.
+    """Ends live Generate calls by their request id, from any connection to the same server process
+    and, where there are keys, with the same key. They end normally (OK), each choice that is not
+    complete with a `complete` whose finish_reason is "abort"; the engine is free at once, also
+    when the client reads nothing. Unknown ids, and ids that have already ended, are no error.
     """
     HealthCheck: _grpc.UnaryUnaryMultiCallable[_engine_pb2.HealthCheckRequest, _engine_pb2.HealthCheckResponse]
     """Whether a Generate call would be served now, and if not, why. Orchestrators use
@@ -97,9 +98,10 @@ class EngineAsyncStub(EngineStub):
     the last of them. A deadline or a cancelled call frees everything the request holds.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends live Generate calls by their request id, from any connection. They end normally, each
-    choice with a `complete` whose finish_reason is "abort". Unknown ids, and ids that have
-    already ended, are no error.
+    """Ends live Generate calls by their request id, from any connection to the same server process
+    and, where there are keys, with the same key. They end normally (OK), each choice that is not
+    complete with a `complete` whose finish_reason is "abort"; the engine is free at once, also
+    when the client reads nothing. Unknown ids, and ids that have already ended, are no error.
     """
     HealthCheck: _aio.UnaryUnaryMultiCallable[_engine_pb2.HealthCheckRequest, _engine_pb2.HealthCheckResponse]  # type: ignore[assignment]
     """Whether a Generate call would be served now, and if not, why. Orchestrators use
@@ -144,9 +146,10 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.AbortResponse, _abc.Awaitable[_engine_pb2.AbortResponse]]:
-        """Ends live Generate calls by their request id, from any connection. They end normally, each
-        choice with a `complete` whose finish_reason is "abort". Unknown ids, and ids that have
-        already ended, are no error.
+        """Ends live Generate calls by their request id, from any connection to the same server process
+        and, where there are keys, with the same key. They end normally (OK), each choice that is not
+        complete with a `complete` whose finish_reason is "abort"; the engine is free at once, also
+        when the client reads nothing. Unknown ids, and ids that have already ended, are no error.
         """
 
     @_abc_1.abstractmethod
