@@ -16,7 +16,7 @@ from tests.support.door import Door
 from tests.support.server_process import wait_for
 from tests.support.watched_server import MEGABYTE, WatchedServer, watched_server
 
-STREAMS, WARM_UP, TOKENS = 1000, 200, 12
+STREAMS, WARM_UP, TOKENS = 1000, 200, 24
 RSS_GROWTH = 48 * MEGABYTE
 PROMPTS = [f"Stream number {number}:" for number in range(12)]
 # Where a cut happens: before, in, or right after the request, or after so many bytes of answer.
@@ -87,7 +87,7 @@ async def cut(host: str, port: int, number: int, place: str, chance: random.Rand
     elif place != "connected":
         writer.write(head + data)
     if place == "answer":
-        await reader.readexactly(chance.randrange(1, 1200))
+        await reader.readexactly(chance.randrange(1, 700))
     else:
         await asyncio.sleep(chance.random() / 2)
     if chance.random() < 0.5:
