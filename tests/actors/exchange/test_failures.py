@@ -128,11 +128,11 @@ def test_an_idle_mesh_uses_no_processor() -> None:
         steps(exchange, shape, batch, 3)
 
         def woken() -> int:
-            """Times a thread of ours has gone to sleep (gloo's own loop wakes every 10 ms)."""
-            pids = [os.getpid(), *(process.pid for process in processes)]
-            threads = [path for pid in pids for path in Path(f"/proc/{pid}/task").iterdir()]
-            ours = [path for path in threads if "gloo" not in (path / "comm").read_text()]
-            return sum(int(SLEPT.findall((path / "status").read_text())[0]) for path in ours)
+            """Times a thread of an expert rank has gone to sleep; gloo's own wake every 10 ms."""
+            tasks = [Path(f"/proc/{process.pid}/task") for process in processes]
+            threads = [thread for task in tasks for thread in task.iterdir()]
+            ours = [thread for thread in threads if "gloo" not in (thread / "comm").read_text()]
+            return sum(int(SLEPT.findall((thread / "status").read_text())[0]) for thread in ours)
 
         before = woken()
         time.sleep(DEADLINE + 0.5)
