@@ -54,8 +54,10 @@ class Metric:
 
 
 FINISH_REASONS = ("stop", "length", "tool_calls")
+# rate_limit: beyond the key's own limits; overload: beyond what the server can take.
 ERROR_TYPES = (
-    "validation", "not_found", "overload", "cancelled", "unavailable", "timeout", "internal",
+    "validation", "not_found", "rate_limit", "overload", "cancelled", "unavailable", "timeout",
+    "internal",
 )  # fmt: skip
 # Those that are not the client's doing.
 SERVER_ERRORS = ("overload", "unavailable", "timeout", "internal")
@@ -135,7 +137,7 @@ GRPC_REQUESTS = Metric(
     ("model_name", "method", "code"),
 )  # fmt: skip
 
-# Engines (attention replicas). `engine` is the replica's rank.
+# Engines (attention replicas). `engine` is the replica's seat ("attention-0").
 _ENGINE = ("model_name", "engine")
 NUM_REQUESTS_RUNNING = Metric(
     "num_requests_running", "gauge", "Sequences in the running batch.", _ENGINE

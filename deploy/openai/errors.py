@@ -46,6 +46,10 @@ _CODES = {
     503: "service_unavailable",
     504: "timeout",
 }
+# Codes of 429 for a key that is beyond its own limits; the server may be idle.
+KEY_LIMITS = frozenset(
+    {"requests_in_flight_exceeded", "requests_per_minute_exceeded", "tokens_per_minute_exceeded"}
+)
 
 
 # How pydantic's messages begin: "Input should be ...", "String should have ...".

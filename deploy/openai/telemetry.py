@@ -24,7 +24,7 @@ from expertmesh.cluster import metrics
 from expertmesh.cluster.ledger.stats import MeshStats
 from expertmesh.cluster.metrics import Metric
 from expertmesh.deploy.openai.engine_telemetry import EngineCollector
-from expertmesh.deploy.openai.errors import ApiError
+from expertmesh.deploy.openai.errors import KEY_LIMITS, ApiError
 from expertmesh.deploy.openai.generation import Generation
 from expertmesh.deploy.openai.mesh_telemetry import MeshCollector
 
@@ -113,6 +113,8 @@ class Telemetry:
 
     def failed(self, error: ApiError) -> None:
         kind = _ERROR_TYPES.get(error.status, "validation" if error.status < 500 else "internal")
+        if error.code in KEY_LIMITS:
+            kind = "rate_limit"
         self._failures.labels(self._model, kind).inc()
 
     def cancelled(self) -> None:

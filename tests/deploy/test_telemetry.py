@@ -17,8 +17,11 @@ from expertmesh.cluster import metrics
 from expertmesh.cluster.ledger.ledger import Ledger
 from expertmesh.cluster.ledger.measures import imbalance, layer_rank_loads
 from expertmesh.cluster.placement import Placement
+from expertmesh.deploy.admission.meter import Meter
+from expertmesh.deploy.auth.keys import ApiKey, hash_key
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.app import build_app
+from expertmesh.deploy.openai.errors import ApiError
 from expertmesh.deploy.openai.served import Limits, ServedModel
 from expertmesh.deploy.openai.telemetry import Telemetry
 from tests.support.door import Door
@@ -97,6 +100,23 @@ def test_what_got_no_answer_counts_no_tokens(served: ServedModel) -> None:
         failures = {kind: n for kind, n in _failures(door).items() if n}
         assert failures == {"validation": 1, "not_found": 1, "unavailable": 1, "cancelled": 1}
         assert set(_failures(door)) == set(metrics.ERROR_TYPES), "zeros are shown"
+
+
+def test_a_key_beyond_its_limits_is_no_error_of_the_server() -> None:
+    """No alert for clients that are told what their key may; a full queue is the server's."""
+    telemetry, now = Telemetry("tiny", lambda: 0.0), 100.0
+    for limit in ("requests_in_flight", "requests_per_minute", "tokens_per_minute"):
+        meter = Meter()
+        key = ApiKey.model_validate({"name": "a", "hash": hash_key("a"), limit: 1})
+        meter.begin(now, 1, 1)
+        with pytest.raises(ApiError) as refused:
+            meter.check(key, now)
+        telemetry.failed(refused.value)
+    telemetry.failed(ApiError(429, "full", code="queue_full"))
+    counts = samples(telemetry.exposition({}).decode(), "request_failures_total")
+    assert {kind: n for kind, n in counts.items() if n} == {"rate_limit": 3, "overload": 1}
+    assert telemetry.totals() == {"answers": 0, "errors": 1, "others": 3}
+    assert "rate_limit" not in metrics.SERVER_ERRORS
 
 
 def _failures(door: Door) -> dict[str, float]:
