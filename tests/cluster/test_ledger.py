@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -291,3 +293,17 @@ def test_a_total_never_falls() -> None:
     for life in range(5 * MOST_SOURCES):
         assert total.update({f"life {life}": 2}) == 16 + 2 * (life + 1)
     assert len(total._last) == MOST_SOURCES
+
+
+def test_a_total_never_falls_between_threads() -> None:
+    """Every front door's scrape is a thread of the keeper."""
+    total, readings = Total(), {f"actor {i}": 10 for i in range(50)}
+    total.update(readings)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as scrapes:
+            told = {*scrapes.map(total.update, [readings] * 400)}
+    finally:
+        sys.setswitchinterval(before)
+    assert told == {500}
