@@ -182,7 +182,8 @@ class ClusterSettings(BaseModel):
     gpus_per_actor: float | None = Field(
         default=None,
         ge=0,
-        description="Ray GPUs that each actor reserves. Unset: 1 where there are GPUs.",
+        description="Ray GPUs that each actor reserves. Unset: 1 where there are GPUs at the "
+        "start; to be set where nodes with GPUs may join later.",
     )
     resources: PoolResources = Field(
         default_factory=PoolResources, description="Which kinds of nodes which processes run on."

@@ -173,5 +173,9 @@ def _images(config: Config) -> Iterator[Finding]:
         yield Finding("docker.image", "is missing")
     if docker and not docker.get("container_name"):
         yield Finding("docker.container_name", "is missing: nothing would run in the container")
+    for option in docker.get("run_options") or []:
+        if option.startswith("--net"):
+            why = "Ray adds --net=host, and Docker refuses two"
+            yield Finding("docker.run_options", f"{option}: {why}")
     for key, image in images.items():
         yield from check_image(key, image)

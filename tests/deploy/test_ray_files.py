@@ -2,6 +2,8 @@
 
 import copy
 import platform
+import re
+import shlex
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.autoscaler._private.docker import docker_start_cmds
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
@@ -137,6 +140,7 @@ CONTRADICTIONS: list[tuple[str, str, Any, str]] = [
     ("local", "file_mounts.~/x", "/no/such/file", "file_mounts.~/x: /no/such/file does not exist"),
     ("local", "setup_commands", ["pip install 'ray[serve]==2.9.3'"], "names Ray 2.9.3, here is"),
     ("local", "setup_commands", ["python3.9 -m venv x"], "names Python 3.9, here is"),
+    ("aws", "docker.run_options", ["--network=host"], "--network=host: Ray adds --net=host"),
     ("aws", "docker.image", "rayproject/ray:2.9.0-py39-gpu@sha256:1", "names Ray 2.9.0, here is"),
     ("aws", "docker.image", "rayproject/ray:2.60.0-py39-gpu@sha256:1", "names Python 3.9, here"),
     ("local", "head_start_ray_commands",
@@ -180,6 +184,19 @@ def test_good_files_and_bad_ones(files: dict[str, Config], tmp_path: Path) -> No
     assert result.exit_code == ExitCode.USAGE and "No such file" in result.output
 
 
+def test_the_image_starts_as_ray_starts_it(files: dict[str, Config]) -> None:
+    """Its entry point is our program; Ray wants a shell, and in it rsync and ssh."""
+    docker = files["aws"]["docker"]
+    name, options = docker["container_name"], docker["run_options"]
+    line = docker_start_cmds("ubuntu", docker["image"], {}, name, options, "x", "/tmp", "docker")
+    words = shlex.split(line)
+    given = words[: words.index(docker["image"])]
+    assert words[-1] == "bash" and "--entrypoint=" in given and "--user=0:0" in given
+    assert [word for word in given if word.startswith("--net")] == ["--net=host"]
+    dockerfile = (REPOSITORY / "deploy/docker/Dockerfile").read_text()
+    assert {"rsync", "openssh-client"} <= {*re.findall(r"[\w-]+", dockerfile.split("packages=")[1])}
+
+
 def test_hosts_that_do_not_answer(files: dict[str, Config], tmp_path: Path) -> None:
     # Of this machine's own block of loopback addresses: refused at once.
     files["local"]["provider"] |= {"head_ip": "127.9.9.1", "worker_ips": ["127.9.9.2", "127.9.9.3"]}
@@ -197,8 +214,9 @@ def test_the_serve_config_is_one() -> None:
     (application,) = schema.applications
     assert application.import_path == "expertmesh.deploy.serve_app:build_openai_app"
     settings = AppSettings.model_validate(application.args)
-    # K3 on 64 GPUs, each actor on one.
+    # K3 on 64 GPUs, each actor on one, also when it starts before the nodes that have them.
     assert settings.mesh.actors == 64
+    assert (settings.mesh.nodes_may_join, settings.mesh.gpus_per_actor) == (True, 1)
     # The same names that nodes of the cluster files offer.
     offered = {
         resource
