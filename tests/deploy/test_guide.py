@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 GUIDE = REPOSITORY / "deploy/README.md"
 K3 = REPOSITORY / "tests/golden/kimi_k3-config.json"
 BASE = "http://127.0.0.1:8000"
+_ASSIGNMENT = re.compile(r"[A-Z_]+=")  # of a variable, before a command
 
 
 class Block(NamedTuple):
@@ -137,7 +139,8 @@ class Case:
 
     def __init__(self, command: Command, folder: Path, request: pytest.FixtureRequest) -> None:
         self.command, self.folder, self._request = command, folder, request
-        self.words = [word.removeprefix(".venv/bin/") for word in command.words]
+        program = dropwhile(_ASSIGNMENT.match, command.words)
+        self.words = [word.removeprefix(".venv/bin/") for word in program]
 
     @property
     def server(self) -> Server:
@@ -253,6 +256,8 @@ def ray(case: Case) -> None:
 
 
 def ray_serve(case: Case) -> None:
+    """On a cluster with the token of our files, which Ray's commands send only when told to."""
+    assert "RAY_AUTH_MODE=token" in case.command.words, case.command.line
     case.files_exist()
     parse(serve_scripts.cli, case.words[1:])
 
