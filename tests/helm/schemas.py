@@ -13,8 +13,11 @@ from jsonschema import Draft7Validator
 
 KUBERNETES = "1.31"
 _CRDS = Path(__file__).parent / "crds"
-# Without published schemas at hand: the Prometheus operator's.
-_OPERATORS = {"monitoring.coreos.com/v1": ("ServiceMonitor", "PodMonitor", "PrometheusRule")}
+# Without published schemas at hand: the Prometheus operator's, and Google's.
+_OPERATORS = {
+    "monitoring.coreos.com/v1": ("ServiceMonitor", "PodMonitor", "PrometheusRule"),
+    "cloud.google.com/v1": ("BackendConfig",),
+}
 
 
 def check(thing: dict[str, Any]) -> None:

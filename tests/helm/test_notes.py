@@ -27,7 +27,8 @@ def test_how_to_ask_and_what_is_missing() -> None:
 
 def test_keys_and_a_claim() -> None:
     gke = next(path for path in PRESETS if "gke" in path.name)
-    told = notes(gke, **{"model.pvc.accessModes": ["ReadWriteOnce"], "model.pvc.storageClass": ""})
+    claim = {"existingClaim": "", "create": True, "accessModes": ["ReadWriteOnce"]}
+    told = notes(gke, **{f"model.pvc.{key}": value for key, value in claim.items()})
     assert '"Authorization: Bearer $API_KEY"' in told and "no API keys" not in told
     assert "Without one it stays Pending" in told
     assert "can be mounted by one node only" in told

@@ -1,5 +1,6 @@
 """The objects around the RayService: Services, Secrets, budgets, network rules, volumes."""
 
+import json
 from typing import Any
 
 import pytest
@@ -89,6 +90,20 @@ def test_ingresses_point_at_ports_of_services() -> None:
     assert (edge.grpc.host, edge.grpc.port) == ("0.0.0.0", 50051)
 
 
+def test_googles_load_balancer_lets_streams_live() -> None:
+    objects = render(GKE)
+    annotations = the(objects, "Service", "mesh-expertmesh")["metadata"]["annotations"]
+    config = the(objects, "BackendConfig")
+    named = json.loads(annotations["cloud.google.com/backend-config"])
+    assert named == {"default": config["metadata"]["name"]}
+    assert config["spec"]["timeoutSec"] >= 600
+    door = container(objects, "front-door")
+    probe = door["readinessProbe"]["httpGet"]
+    ports = {port["name"]: port["containerPort"] for port in door["ports"]}
+    health = config["spec"]["healthCheck"]
+    assert (health["requestPath"], health["port"]) == (probe["path"], ports[probe["port"]])
+
+
 # --- budgets ------------------------------------------------------------------------------------
 
 
@@ -159,6 +174,19 @@ def test_only_named_clients_and_scrapers_where_they_are_named() -> None:
     assert spaces == ["gateway", "monitoring"]
 
 
+@pytest.mark.parametrize("scraped", [False, True])
+def test_named_clients_are_not_joined_by_everybody(scraped: bool) -> None:
+    """Any namespace may scrape unless scrapers are named; at a front door that is any request."""
+    client = {"ipBlock": {"cidr": "10.0.0.0/8"}}
+    policy = {"networkPolicy.clients": [client], "metrics.serviceMonitor.enabled": scraped}
+    (door,) = [
+        rule
+        for rule in rules(render(**policy), "front-door", "ingress")
+        if {"port": "serve", "protocol": "TCP"} in rule.get("ports", [])
+    ]
+    assert door["from"] == [client, *([{"namespaceSelector": {}}] if scraped else [])]
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_what_may_go_out(group: str) -> None:
     assert ports(rules(render(AIRGAPPED), group, "egress")) == {53}
@@ -183,7 +211,7 @@ def test_a_claim_that_is_made() -> None:
     assert "storageClassName" not in claim["spec"]
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     name = claim["metadata"]["name"]
-    assert model_volume(objects) == {"persistentVolumeClaim": {"claimName": name}}
+    assert model_volume(objects) == {"persistentVolumeClaim": {"claimName": name, "readOnly": True}}
     none = render(**values, **{"model.pvc.storageClass": "-", "model.pvc.keep": False})
     assert the(none, "PersistentVolumeClaim")["spec"]["storageClassName"] == ""
     assert "annotations" not in the(none, "PersistentVolumeClaim")["metadata"]

@@ -9,6 +9,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from expertmesh.actors.model.config import load_config
+from expertmesh.actors.model.summary import expected_summary
+from expertmesh.deploy.preflight import state_bytes
 from expertmesh.deploy.serve_app import AppSettings
 from tests.helm.chart import (
     CHART,
@@ -25,10 +28,15 @@ from tests.helm.chart import (
     the,
 )
 from tests.helm.schemas import check, check_pod
+from tests.support.golden import K3_CONFIG
 from tests.support.helm_tool import run_helm
 
 ALL = [None, *PRESETS]
 IDS = ["defaults", *(path.name.removesuffix("-values.yaml") for path in PRESETS)]
+
+K3_PRESETS = [path for path in PRESETS if "name: kimi-k3" in path.read_text()]
+# Of a GPU, and of it for activations, NCCL and CUDA itself.
+H200_BYTES, WORKING_BYTES = 141e9, 6e9
 
 rendered = functools.cache(render)
 
@@ -142,6 +150,15 @@ def test_the_large_preset_gives_weights_hours() -> None:
     for group in GROUPS:
         probe = container(objects, group)["startupProbe"]
         assert probe["failureThreshold"] * probe["periodSeconds"] >= 2 * 3600
+
+
+@pytest.mark.parametrize("preset", K3_PRESETS, ids=lambda path: path.name)
+def test_weights_and_state_of_k3_fit_an_h200(preset: Path) -> None:
+    settings = AppSettings.model_validate(app_arguments(rendered(preset)))
+    config = load_config(K3_CONFIG)
+    weights = expected_summary(config).attention.total_bytes
+    used = weights + state_bytes(config, settings.mesh.engine, dtype_bytes=2)
+    assert used + WORKING_BYTES <= H200_BYTES
 
 
 def test_the_values_file_itself_is_what_an_upgrade_keeps() -> None:

@@ -118,6 +118,10 @@ def test_wrong_types_are_refused_with_their_paths() -> None:
             {"model": {"source": "pvc", "pvc": {"create": True, "existingClaim": "x"}}},
             "exclude each other",
         ),
+        (
+            {"model": {"source": "pvc", "pvc": {"create": True, "accessModes": ["ReadOnlyMany"]}}},
+            "starts empty, and nobody could fill this one",
+        ),
         ({"model": {"source": "hostPath"}}, "needs model.hostPath.path"),
         ({"model": {"source": "objectStore"}}, "needs model.objectStore.uri"),
         (

@@ -4,6 +4,8 @@
 {{- if eq $m.source "pvc" -}}
 persistentVolumeClaim:
   claimName: {{ default (printf "%s-model" (include "expertmesh.fullname" .)) $m.pvc.existingClaim }}
+  # Disks that many nodes read are attached read-only, and then have to be mounted so.
+  readOnly: true
 {{- else if eq $m.source "hostPath" -}}
 hostPath: {path: {{ $m.hostPath.path | quote }}, type: Directory}
 {{- else if eq $m.objectStore.cache.type "hostPath" -}}

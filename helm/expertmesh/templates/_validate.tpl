@@ -63,6 +63,9 @@
 {{- if and .pvc.existingClaim .pvc.create }}
 {{- fail "model.pvc.existingClaim and model.pvc.create exclude each other" }}
 {{- end }}
+{{- if and .pvc.create (eq (join "," .pvc.accessModes) "ReadOnlyMany") }}
+{{- fail "model.pvc.accessModes ReadOnlyMany: a claim that is created starts empty, and nobody could fill this one; make it from a filled disk and name it in model.pvc.existingClaim" }}
+{{- end }}
 {{- if and (eq .source "hostPath") (not .hostPath.path) }}
 {{- fail "model.source hostPath needs model.hostPath.path" }}
 {{- end }}
