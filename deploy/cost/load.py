@@ -111,7 +111,7 @@ def ask(plan: Plan, at: int) -> Answer:
         return Answer("timeout")
     except (OSError, http.client.HTTPException):
         return Answer("connection lost")
-    except ValueError:
+    except (ValueError, LookupError, TypeError, AttributeError):
         return Answer("not an event stream")
     finally:
         connection.close()

@@ -73,6 +73,9 @@ DONE = b"data: [DONE]\n\n"
         ((TOKEN, event(error={"message": "lost"}), DONE), "error in the stream"),
         ((b"data: [1]\n\n",), "error in the stream"),
         ((b"data: {\n\n",), "not an event stream"),
+        ((event(choices=[1]),), "not an event stream"),
+        ((event(choices=[], usage={"prompt": 3}),), "not an event stream"),
+        ((event(choices=[], usage={"prompt_tokens": None}),), "not an event stream"),
     ],
 )
 def test_only_a_stream_with_its_ends_is_complete(chunks: tuple[bytes, ...], failure: str) -> None:
