@@ -69,7 +69,7 @@ function drawHeats() {
   if (missing) return;
   const ranks = heat.seats.length, columns = Math.max(...heat.layers.map((layer) => layer.spread.length));
   drawHeat("heat", "ranks", ranks, (i) => (ranks > 4 ? String(i) : heat.seats[i]));
-  drawHeat("spread", "spread", columns, (i) => String(Math.round(i * heat.experts / columns) + 1));
+  drawHeat("spread", "spread", columns, (i) => String(Math.floor(i * heat.experts / columns) + 1));
   summary();
 }
 

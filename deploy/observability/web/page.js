@@ -51,7 +51,7 @@ for (const id of Object.keys(CHARTS)) {
   $(id).addEventListener("pointerleave", () => { hovered = null; Object.keys(CHARTS).forEach(chart); });
 }
 const experts = (at, columns) => {
-  const first = Math.round(at * heat.experts / columns) + 1, end = Math.round((at + 1) * heat.experts / columns);
+  const first = Math.floor(at * heat.experts / columns) + 1, end = Math.floor((at + 1) * heat.experts / columns);
   return end > first ? `experts ${first} to ${end} by hits` : `expert ${first} by hits`;
 };
 $("heat").addEventListener("pointermove", (event) => readCell("heat", "ranks", (at) => heat.seats[at], event));
