@@ -99,7 +99,8 @@ class TestServe:
         assert answer.text() == want
         assert answer.ends[0].completion_tokens == LONG["max_tokens"]
         assert served.engine.HealthCheck(pb.HealthCheckRequest(), timeout=10).healthy
-        assert set(watcher.states) <= {SERVING, NOT_SERVING} and watcher.states[-1] == SERVING
+        wait_for(lambda: watcher.states[-1] == SERVING, 30, lambda: str(watcher.states))
+        assert set(watcher.states) <= {SERVING, NOT_SERVING}
         watcher.call.cancel()
 
     def test_a_stop_lets_streams_end(self, served: Served) -> None:
