@@ -97,6 +97,7 @@ def merge(outputs: list[TokenOutput]) -> TokenOutput:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         error=last.error,
+        error_field=last.error_field,
         routed_experts=b"".join(routed) if routed else None,
         prompt_tokens=last.prompt_tokens,
         cached_tokens=max(output.cached_tokens for output in outputs),

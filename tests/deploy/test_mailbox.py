@@ -30,6 +30,13 @@ def test_prompt_logprobs_survive_a_merge() -> None:
     assert merge([first, out(2)]).prompt_logprobs == [None]
 
 
+def test_whose_fault_an_error_is_survives_a_merge() -> None:
+    last = out(finish="error")
+    last.error, last.error_field = "broke", "structured_outputs.regex"
+    merged = merge([out(1), last])
+    assert (merged.error, merged.error_field) == ("broke", "structured_outputs.regex")
+
+
 def test_first_and_last_are_never_held() -> None:
     async def run() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
