@@ -23,6 +23,10 @@ MAX_NESTING = 64
 # still one that the schema allows.
 LARGEST = 10**18
 LONGEST = 10**6
+# Containers that writing out references may add, to the whole schema.
+MOST_WRITTEN = 10_000
+# The converter from GBNF takes time in proportion to the square of its rules.
+MOST_GBNF_RULES = 512
 _UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 _COUNTS = ("maxLength", "maxItems", "maxProperties")
 _FORMATS = {
@@ -81,7 +85,7 @@ def schema_part(schema: Any) -> Part:
         raise ConstraintError(f"nests deeper than {MAX_NESTING} levels")
     if schema is False:
         raise ConstraintError("the schema `false` allows nothing")
-    plain = {} if schema is True else _prepared(schema, schema)
+    plain = {} if schema is True else _Preparation(schema).of(schema)
     return plain | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
@@ -133,6 +137,8 @@ def _json(text: str) -> Any:
 def _lark(text: str) -> str:
     if "::=" not in text:
         return text
+    if (rules := text.count("::=")) > MOST_GBNF_RULES:
+        raise ConstraintError(f"has {rules} rules, at most {MOST_GBNF_RULES} are read as GBNF")
     try:
         return str(any_to_lark(text))
     except Exception as error:  # a converter in plain Python: anything may go wrong in it
@@ -148,41 +154,74 @@ def resolve(target: str, root: Any) -> Any:
     return found
 
 
-def _prepared(schema: Any, root: Any) -> Any:
-    """The schema as the compiler can take it, allowing nothing that it does not allow: bounds
-    within reach; no formats that are unknown, which are notes (JSON Schema, 7.2.3); branches of
-    oneOf written out, or they could not be seen to exclude each other.
-
-    Raises ConstraintError where a bound leaves nothing within reach.
+class _Preparation:
+    """A schema as the compiler can take it, allowing nothing that it does not allow: bounds within
+    reach; no formats that are unknown, which are notes (JSON Schema, 7.2.3); branches of oneOf
+    written out, or they could not be seen to exclude each other.
     """
-    if isinstance(schema, list):
-        return [_prepared(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if isinstance(schema.get("oneOf"), list):
-        schema = schema | {"oneOf": [_written_out(branch, root) for branch in schema["oneOf"]]}
-    found = {key: item if key in _DATA else _prepared(item, root) for key, item in schema.items()}
-    if isinstance(found.get("format"), str) and found["format"] not in _FORMATS:
-        del found["format"]
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = MOST_WRITTEN
+
+    def of(self, schema: Any, inside: frozenset[str] = frozenset()) -> Any:
+        """inside: references that are being written out. Raises ConstraintError where a bound
+        leaves nothing within reach."""
+        if isinstance(schema, list):
+            return [self.of(item, inside) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        found = {}
+        for key, item in schema.items():
+            if key in _DATA:
+                found[key] = item
+            elif key == "oneOf" and isinstance(item, list):
+                # Within itself a union need not show once more that its branches exclude each
+                # other: it does where it is written out.
+                again = "anyOf" not in schema and any(_target(each) in inside for each in item)
+                found["anyOf" if again else key] = [self._branch(each, inside) for each in item]
+            else:
+                found[key] = self.of(item, inside)
+        if isinstance(found.get("format"), str) and found["format"] not in _FORMATS:
+            del found["format"]
+        _narrow(found)
+        return found
+
+    def _branch(self, branch: Any, inside: frozenset[str]) -> Any:
+        """Written out, unless it is within itself or the whole becomes too large."""
+        target = _target(branch)
+        if target is not None and target not in inside and self._left > 0:
+            found = resolve(target, self._root)
+            self._left -= _containers(found)
+            if self._left > 0 and isinstance(found, dict) and _nesting(found) < MAX_NESTING // 2:
+                return self.of(found, inside | {target})
+        return self.of(branch, inside)
+
+
+def _target(branch: Any) -> str | None:
+    """What the branch refers to, if it does nothing else."""
+    found = branch["$ref"] if isinstance(branch, dict) and branch.keys() == {"$ref"} else None
+    return found if isinstance(found, str) else None
+
+
+def _narrow(schema: dict[str, Any]) -> None:
+    """Bounds within reach, in place. Raises ConstraintError."""
     for key in _UPPER + _LOWER + _COUNTS:
-        bound = found.get(key)
+        bound = schema.get(key)
         if isinstance(bound, bool) or not isinstance(bound, int | float):
             continue
         if key in _COUNTS:
-            found[key] = min(bound, LONGEST)
+            schema[key] = min(bound, LONGEST)
         elif abs(bound) > LARGEST:
             if (bound > 0) != (key in _UPPER):
                 raise ConstraintError(f"{key} {bound} is beyond what can be followed, 10^18")
-            found[key] = LARGEST if bound > 0 else -LARGEST
-    return found
+            schema[key] = LARGEST if bound > 0 else -LARGEST
 
 
-def _written_out(branch: Any, root: Any) -> Any:
-    if isinstance(branch, dict) and branch.keys() == {"$ref"} and isinstance(branch["$ref"], str):
-        found = resolve(branch["$ref"], root)
-        if isinstance(found, dict) and _nesting(found) < MAX_NESTING // 2:
-            return found
-    return branch
+def _containers(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + sum(map(_containers, value.values() if isinstance(value, dict) else value))
 
 
 def _nesting(value: Any) -> int:

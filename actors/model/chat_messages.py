@@ -188,10 +188,12 @@ def parse_tools(tools: Any, path: str = "tools") -> tuple[dict[str, Any], ...]:
     if not isinstance(tools, list):
         raise ChatError(path, f"must be an array, got {quote(tools)}")
     checked = tuple([_tool(tool, f"{path}[{i}]") for i, tool in enumerate(tools)])
-    names = [tool["function"]["name"] for tool in checked]
-    for i, name in enumerate(names):
-        if name in names[:i]:
+    names: set[str] = set()
+    for i, tool in enumerate(checked):
+        name = tool["function"]["name"]
+        if name in names:
             raise ChatError(f"{path}[{i}].function.name", f"{quote(name)} is there twice")
+        names.add(name)
     return checked
 
 

@@ -10,11 +10,13 @@ Properties come in the schema's order. One that the schema does not name comes o
 none.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from expertmesh.actors.constraint.grammars import Part, any_of, literal, resolve, schema_part
+from expertmesh.actors.constraint.spec import MAX_TEXT, ConstraintError
 from expertmesh.actors.model import chat_xtml
 
 Schema = dict[str, Any]
@@ -33,6 +35,7 @@ _TYPES = {
 _LOCAL = ("#/$defs/", "#/definitions/")
 _MAX_KEY = 256  # characters; a tag has a limited length
 _MAX_DEPTH = 16  # of references and unions within one property
+_MOST_ALTERNATIVES = 64  # of one property
 
 QUOTE = '"'
 OPEN, CLOSE, SEP = chat_xtml.OPEN, chat_xtml.CLOSE, chat_xtml.SEP
@@ -48,6 +51,14 @@ class Rules:
 
     lines: list[str] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
+    _left: int = MAX_TEXT
+
+    def part(self, name: str, schema: Schema) -> None:
+        """Raises ConstraintError, also as soon as all parts together are too long."""
+        part = self.parts[name] = schema_part(schema)
+        self._left -= len(json.dumps(part, ensure_ascii=False))
+        if self._left < 0:
+            raise ConstraintError(f"makes more than {MAX_TEXT} characters of grammar")
 
     def add(self, name: str, body: str) -> None:
         self.lines.append(f"{name}: {body}")
@@ -75,7 +86,7 @@ def any_arguments(rules: Rules, name: str) -> None:
 def typed_arguments(rules: Rules, name: str, schema: Schema | None) -> None:
     """A rule `name` for the arguments that a tool's `parameters` allow.
 
-    Raises ConstraintError when the schema nests too deeply.
+    Raises ConstraintError when the schema nests too deeply or is too long.
     """
     if schema is None:  # OpenAI: a function without parameters
         rules.add(name, '""')
@@ -83,7 +94,7 @@ def typed_arguments(rules: Rules, name: str, schema: Schema | None) -> None:
     try:
         properties = _properties(schema)
     except _Whole:
-        rules.parts[name] = schema_part({"type": "object"} | schema)
+        rules.part(name, {"type": "object"} | schema)
         rules.add(name, f"{_JSON} @{name} {end('json')}")
         return
     if properties is None:
@@ -94,7 +105,7 @@ def typed_arguments(rules: Rules, name: str, schema: Schema | None) -> None:
         own, branches = f"{name}_{number}", []
         for branch, (kind, value) in enumerate(alternatives):
             if not isinstance(value, str):
-                rules.parts[f"{own}_{branch}"] = schema_part(value)
+                rules.part(f"{own}_{branch}", value)
                 value = f"@{own}_{branch}"
             head = f'argument key="{chat_xtml.escape(key)}" type="{kind}"'
             branches.append(f"{tag(head)} {value} {end('argument')}")
@@ -111,7 +122,7 @@ def _untyped(rules: Rules, name: str) -> None:
         value = "TEXT"
         if kind != "string":
             value = f"@{name}_any_{number}"
-            rules.parts[value[1:]] = schema_part({"type": kind})
+            rules.part(value[1:], {"type": kind})
         kinds.append(f"{literal(kind + QUOTE)} {SEP} {value} {end('argument')}")
     rules.add(name, f"({head} ({' | '.join(kinds)}))*")
 
@@ -134,7 +145,9 @@ def _properties(schema: Schema) -> dict[str, list[tuple[str, str | Schema]]] | N
             raise _Whole
         return None
     required = schema.get("required", [])
-    if not isinstance(required, list) or any(key not in members for key in required):
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        raise _Whole
+    if any(key not in members for key in required):
         raise _Whole
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     found = {}
@@ -142,10 +155,15 @@ def _properties(schema: Schema) -> dict[str, list[tuple[str, str | Schema]]] | N
         if len(key) > _MAX_KEY:
             raise _Whole
         found[key] = [
-            (kind, value if isinstance(value, str) else value | shared)
+            (kind, value if isinstance(value, str) else _with(value, shared))
             for kind, value in _alternatives(member, shared, 0)
         ]
     return found
+
+
+def _with(schema: Schema, shared: Schema) -> Schema:
+    """With what it refers to."""
+    return schema if next(_references(schema), None) is None else schema | shared
 
 
 def _alternatives(schema: Any, shared: Schema, depth: int) -> list[tuple[str, str | Schema]]:
@@ -159,13 +177,11 @@ def _alternatives(schema: Any, shared: Schema, depth: int) -> list[tuple[str, st
         ]
     for union in ("anyOf", "oneOf"):
         if keys == {union} and isinstance(schema[union], list):
-            found = [
-                one for branch in schema[union] for one in _alternatives(branch, shared, depth + 1)
-            ]
+            found = _joined(schema[union], shared, depth)
             if union == "oneOf" and len({kind for kind, _ in found}) < len(found):
                 raise _Whole  # the branches may overlap: the compiler will see
             return found
-    if keys == {"$ref"}:
+    if keys == {"$ref"} and isinstance(schema["$ref"], str):
         return _alternatives(resolve(schema["$ref"], shared), shared, depth + 1)
     if "const" in keys and keys <= {"const", "type"}:
         return _values([schema["const"]])
@@ -173,17 +189,25 @@ def _alternatives(schema: Any, shared: Schema, depth: int) -> list[tuple[str, st
         return _values(schema["enum"])
     kinds = schema.get("type")
     if isinstance(kinds, list) and kinds:
-        return [
-            one
-            for kind in kinds
-            for one in _alternatives(schema | {"type": kind}, shared, depth + 1)
-        ]
+        return _joined((schema | {"type": kind} for kind in kinds), shared, depth)
     if not isinstance(kinds, str):
         raise _Whole
     if kinds == "string":
         return [("string", _raw_text(schema))]
     # An unknown type goes to the compiler, which says what is wrong with it.
     return [(_TYPES.get(kinds, "object"), schema)]
+
+
+def _joined(branches: Iterable[Any], shared: Schema, depth: int) -> list[tuple[str, str | Schema]]:
+    """Of all branches. Unions of unions are many times their text, so there is a limit."""
+    found: list[tuple[str, str | Schema]] = []
+    for branch in branches:
+        found += _alternatives(branch, shared, depth + 1)
+        if len(found) > _MOST_ALTERNATIVES:
+            raise _Whole
+    if not found:
+        raise _Whole  # a union of nothing: the compiler will say so
+    return found
 
 
 def _values(values: list[Any]) -> list[tuple[str, str | Schema]]:

@@ -111,7 +111,11 @@ def _json(value: Any, field: str) -> Constraint:
 
 
 def _schema(schema: Any, field: str) -> Constraint:
-    return Constraint("json_schema", orjson.dumps(schema).decode(), field)
+    try:
+        text = orjson.dumps(schema).decode()
+    except orjson.JSONEncodeError:  # text within the request's JSON may nest deeper than that
+        raise bad(f"'{field}' nests too deeply", field) from None
+    return Constraint("json_schema", text, field)
 
 
 def _refusal(constraint: Constraint, reason: str) -> ApiError:

@@ -76,6 +76,14 @@ def test_without_a_tokenizer(served: ServedModel) -> None:
         assert (caught.value.status, caught.value.param) == (400, next(iter(body)))
 
 
+def test_text_within_the_request_may_not_nest_deeper(served: ServedModel) -> None:
+    deep = '{"a":' * 300 + "{}" + "}" * 300
+    body = {"model": "tiny", "prompt": "x", "structured_outputs": {"json": deep}}
+    with pytest.raises(ApiError, match="deeply") as caught:
+        constraints.asked(CompletionRequest.model_validate(body), served)
+    assert (caught.value.status, caught.value.param) == (400, "structured_outputs.json")
+
+
 def test_a_grammar_that_fails_on_the_way_is_the_request_s_fault() -> None:
     class Failing:
         async def generate(self, request: GenerateRequest, *rest: Any) -> (

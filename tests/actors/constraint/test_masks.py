@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from expertmesh.actors.constraint.compiler import Grammars
-from expertmesh.actors.constraint.grammars import compose
+from expertmesh.actors.constraint.grammars import compose, schema_part
 from expertmesh.actors.constraint.spec import Constraint, ConstraintError
 from expertmesh.actors.constraint.vocabulary import Vocabulary
 from tests.support.constraints import allowed, grammars_of, matcher_of, small_vocabulary
@@ -168,6 +168,29 @@ def test_json_is_compact_or_indented() -> None:
     spaces = [vocabulary.tokens.index(char.encode()) for char in "{\n\n"]
     with pytest.raises(ConstraintError):
         grammars.matcher(constraint, spaces).result()
+
+
+def test_a_union_within_itself() -> None:
+    """[[[1]]] and so on: each level is one of two, which exclude each other."""
+    branches = [{"type": "integer"}, {"$ref": "#/$defs/v"}]
+    nested = {"type": "array", "items": {"oneOf": branches}, "minItems": 1, "maxItems": 1}
+    schema = {"$ref": "#/$defs/v", "$defs": {"v": nested}}
+    vocabulary = small_vocabulary("1", "[", "]")
+    matcher = matcher_of(vocabulary, Constraint("json_schema", json.dumps(schema)))
+    matcher.accept([1, 1, 1, 1])
+    assert allowed(matcher, vocabulary) == {0, 1}
+    matcher.accept([0, 2, 2, 2, 2])
+    assert allowed(matcher, vocabulary) == set(vocabulary.end_ids)
+
+
+@pytest.mark.parametrize("branches", [2, 400])
+def test_written_out_schemas_are_bounded(branches: int) -> None:
+    """Each level refers to the next one several times."""
+    levels = {f"a{i}": {"oneOf": [{"$ref": f"#/$defs/a{i + 1}"}] * branches} for i in range(30)}
+    big = {"anyOf": [{"const": i} for i in range(900)]}
+    schema = {"$ref": "#/$defs/a0", "$defs": levels | {"a30": big}}
+    text = json.dumps(schema_part(schema))
+    assert len(text) < 10 * len(json.dumps(schema)) + (1 << 20)
 
 
 def test_half_characters() -> None:

@@ -215,6 +215,46 @@ def test_schemas_that_nest_too_deeply_are_refused(tokenizer: Tokenizer) -> None:
     turn(tokenizer, [tool("f", schema)])  # free calls follow no schema
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": 5}}},
+        {"type": "object", "properties": {}, "required": [[]]},
+        {"type": "object", "properties": {"a": {"anyOf": []}}},
+    ],
+)
+def test_what_is_no_schema_goes_to_the_compiler_whole(tokenizer: Tokenizer, schema: Any) -> None:
+    made = turn(tokenizer, [tool("f", schema)], "required")
+    assert made.constraint is not None
+    parts = {part["name"]: part for part in json.loads(made.constraint.text)["grammars"]}
+    assert parts["tool_0_arguments"]["json_schema"].items() >= schema.items()
+
+
+def test_unions_of_unions_are_not_taken_apart(tokenizer: Tokenizer) -> None:
+    levels: dict[str, Any] = {
+        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 20} for i in range(7)
+    }
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/a0"}},
+        "$defs": levels | {"a7": {"type": "null"}},
+    }
+    made = turn(tokenizer, [tool("f", schema)], "required")
+    assert made.constraint is not None
+    (_, whole) = json.loads(made.constraint.text)["grammars"]
+    assert whole["json_schema"]["properties"] == schema["properties"]
+
+
+def test_definitions_go_where_they_are_used(tokenizer: Tokenizer) -> None:
+    big = {"enum": list(range(10_000))}
+    plain = {f"p{i}": {"type": "integer"} for i in range(50)}
+    schema = {"type": "object", "properties": plain, "$defs": {"big": big}}
+    assert turn(tokenizer, [tool("f", schema)], "required").constraint is not None
+    uses = {name: {"type": "array", "items": {"$ref": "#/$defs/big"}} for name in plain}
+    with pytest.raises(ChatError, match=r"tools\[0\]\.function\.parameters: .*262144"):
+        turn(tokenizer, [tool("f", schema | {"properties": uses})], "required")
+
+
 def test_the_48b_constrains_the_whole_answer(tmp_path: Path) -> None:
     other = load_tokenizer(tmp_path, "kimi_k2")
     made = prepare_chat([USER], None, "max", None, other, body=YES,

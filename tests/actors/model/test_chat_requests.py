@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertmesh.actors.model.chat import ChatError
+from expertmesh.actors.model.chat_messages import parse_tools
 from expertmesh.actors.model.tokenizer import Tokenizer
 from tests.support.chat import USER, WEATHER, Json, call, ids, load_tokenizer, refusal
 
@@ -181,3 +182,10 @@ def test_any_json_is_rendered_or_refused(
             ids(tokenizer, messages, **options)
         except ChatError as error:
             str(error).encode()  # whatever came in, the message can be sent
+
+
+def test_a_hundred_thousand_tools_are_read_in_linear_time() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(100_000)]
+    assert len(parse_tools(tools)) == len(tools)
+    with pytest.raises(ChatError, match=r"tools\[100000\]\.function\.name: .*twice"):
+        parse_tools([*tools, tools[7]])
