@@ -56,9 +56,7 @@ class Trials:
         known = self.known(constraint)
         if known is not None:
             return known
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
-        worker = worker or _Worker(self._first)
+        worker = self._idle_worker() or _Worker(self._first)
         answer = worker.ask(msgspec.msgpack.encode(constraint), self._limit_s)
         if answer is None:
             late = worker.late
@@ -74,6 +72,14 @@ class Trials:
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return answer
+
+    def _idle_worker(self) -> "_Worker | None":
+        while True:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            if worker is None or worker.alive:
+                return worker
+            worker.end()  # somebody has ended it: no fault of the grammar that comes next
 
 
 def _digest(constraint: Constraint) -> bytes:
@@ -97,6 +103,10 @@ class _Worker:
         if self.ask(first, START_S) is None:
             self.end()
             raise TrialUnavailable("the process that compiles grammars does not start")
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, frame: bytes, limit_s: float) -> str | None:
         """None when it has died or, `late`, not answered in time."""

@@ -7,6 +7,7 @@ compiled, "" if it can. The end of stdin is the end of the process.
 """
 
 import resource
+import signal
 import sys
 from typing import BinaryIO
 
@@ -35,6 +36,8 @@ def write_frame(stream: BinaryIO, data: bytes) -> None:
 
 def main() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    # Ctrl-C in a terminal reaches this process too; answers that run may still need it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first = read_frame(requests)

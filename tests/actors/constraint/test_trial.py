@@ -1,6 +1,7 @@
 """Grammars from outside are tried in another process: verdicts, crashes, time limits."""
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,20 @@ def branch(name: str) -> dict[str, object]:
     return {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]}
 
 
+# A linked list; its union is within itself.
+LIST = json.dumps(
+    {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"next": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}},
+                "required": ["next"],
+                "additionalProperties": False,
+            }
+        },
+    }
+)
 GOOD = [
     ("json_schema", "{}"), ("json_schema", "true"), ("json_schema", '{"type":"object"}'),
     ("json_schema", '{"type":"integer","maximum":20000000000}'),
@@ -49,6 +64,7 @@ GOOD = [
                                 "$defs": {"a": branch("a"), "b/": branch("b")}})),
     ("json_schema", '{"type":"object","properties":{"城市":{},"🌡":{}},"required":["城市","🌡"]}'),
     ("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{}]}}}'),
+    ("json_schema", LIST),
     ("json_schema", chain(50)), ("regex", "^[a-z]+$"), ("regex", "a/b\\n\""), ("regex", "(a+)+$"),
     ("regex", "(.*a){20}"), ("choice", '["a","\\"","","\\\\","漢"]'), ("grammar", 'start: "a"+'),
     ("grammar", 'root ::= [0-9]+ ("x" | "y")?'), ("grammar", "start: <|open|> /a/ <|close|>"),
@@ -71,7 +87,8 @@ BAD = [
     ("regex", "(a+)+$" * 40, "lookaround"), ("regex", "a|" * MAX_TEXT, str(MAX_TEXT)),
     ("choice", "[]", "non-empty"), ("choice", '["a",1]', "strings"), ("choice", '"a"', "list"),
     ("grammar", "start: foo", "foo"), ("grammar", 'start: "a', ""),
-    ("grammar", "root ::= (", "GBNF"),
+    ("json_schema", LIST.replace("null", "object"), "anyOf"),
+    ("grammar", "root ::= (", "GBNF"), ("grammar", 'root ::= "a"\n' + 'a ::= "b"\n' * 600, "601"),
     ("grammar", 'foo: "a"', "start"), ("grammar", "start: a\na: a", "no text"),
     ("grammar", "start: <|nope|>", "nope"), ("grammar", "start: " + "(" * 50_000, "nested"),
 ]  # fmt: skip
@@ -117,3 +134,14 @@ def test_a_process_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(trial.sys, "executable", "/bin/false")
     with pytest.raises(TrialUnavailable):
         own.verdict(Constraint("regex", "a"))
+
+
+def test_a_process_that_somebody_ends_blames_no_grammar(tmp_path: Path) -> None:
+    own = Trials(vocabulary_of(load_tokenizer(tmp_path)), limit_s=30.0)
+    assert own.verdict(Constraint("regex", "a")) == ""
+    (worker,) = own._idle
+    worker._process.send_signal(signal.SIGINT)  # as Ctrl-C in a terminal does
+    assert own.verdict(Constraint("regex", "b")) == "" and own._idle == [worker]
+    worker._process.kill()
+    worker._process.wait()
+    assert own.verdict(Constraint("regex", "c")) == "" and own._idle != [worker]
