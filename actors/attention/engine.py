@@ -300,9 +300,11 @@ class Engine:
                 outputs.append(self._turn_away(item.request, "abort"))
             else:
                 try:
-                    self._admit(item.request, item.matcher.result())
-                except ConstraintError as error:
-                    outputs.append(self._turn_away(item.request, "error", str(error)))
+                    matcher = item.matcher.result()
+                except Exception as error:  # such as no thread to compile in: one request's loss
+                    outputs.append(self._turn_away(item.request, "error", error))
+                else:
+                    self._admit(item.request, matcher)
 
     def _admit(self, request: GenerateRequest, matcher: Matcher | None) -> None:
         self._submitted += 1
@@ -313,16 +315,18 @@ class Engine:
         self.scheduler.add(seq)
 
     def _turn_away(
-        self, request: GenerateRequest, why: FinishReason, error: str | None = None
+        self, request: GenerateRequest, why: FinishReason, error: Exception | None = None
     ) -> TokenOutput:
         """Ends a request that never became a sequence."""
         self._names.pop(request.request_id, None)
         self._count_finish(why)
         output = TokenOutput(request_id=request.request_id, prompt_tokens=len(request.prompt_ids))
         output.finish_reason = why
-        if error is not None and request.constraint is not None:
+        if isinstance(error, ConstraintError) and request.constraint is not None:
             output.error_field = request.constraint.field
             output.error = f"{output.error_field}: {error}"
+        elif error is not None:
+            output.error = f"the grammar was not compiled: {type(error).__name__}: {error}"
         return output
 
     def _check_idle(self) -> None:

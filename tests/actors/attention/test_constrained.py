@@ -185,6 +185,23 @@ def test_a_grammar_that_does_not_compile() -> None:
     assert one.stats().finished_error == 1
 
 
+def test_what_keeps_a_grammar_from_being_compiled_is_no_end_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_thread(*arguments: Any) -> Matcher:
+        raise RuntimeError("can't start new thread")
+
+    one = engine()
+    monkeypatch.setattr(Grammars, "_prepare", no_thread)
+    one.submit(bound("r"))
+    one.submit(request("free", [1], 5))
+    (refused,) = [output for output in one.step() if output.request_id == "r"]
+    assert (refused.finish_reason, refused.error_field, refused.lost) == ("error", None, False)
+    assert "can't start new thread" in (refused.error or "")
+    assert finish(one)["free"].finish_reason == "length" and one.failed is None
+    check_idle(one)
+
+
 def test_tokens_that_the_grammar_never_gave() -> None:
     one = engine()
     each = msgspec.structs.replace(bound("r", WORDS), resume_ids=[90, 91])
