@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 connection with bounds that it lacks, and its refusals in the API's envelope.
 
 httptools limits neither the size of a request's head nor the time it takes; a connection that never
-finishes one would be held, and remembered, for ever.
+finishes one would be held, and remembered, for ever. So is it with what follows a chunked body.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ class BoundedProtocol(HttpToolsProtocol):
     answer only when they have sent everything.
     """
 
-    _head_bytes = 0
-    _in_head = True
-    _messages = 0
+    _head_bytes = 0  # of the lines that have ended
+    _line_bytes = 0  # at least, of the line that has not
+    _steps = 0  # of the parser, which remembers nothing of what it has stepped over
     _oversized = False
     _timer: asyncio.TimerHandle | None = None
 
@@ -44,7 +44,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        before = self._messages
+        before = self._steps
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -54,10 +54,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("")
         if self.transport.is_closing():
             return
-        # Counted here only when it was all of one head; complete headers are counted one by one.
-        if self._in_head and self._messages == before:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES:
+        # All of it belongs to one line of a head, or of what follows a body.
+        if self._steps == before:
+            self._line_bytes += len(data)
+            if self._head_bytes + self._line_bytes > HEAD_BYTES:
                 self._oversized = True
                 self.send_400_response("")
         if self.cycle is None or self.cycle.response_complete:
@@ -65,7 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._messages += 1
+        self._step()
         self._head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -79,18 +79,32 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # data_received hears of it next
-        self._in_head = False
+        self._step()
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._step()
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        self._step()
+
+    def on_chunk_complete(self) -> None:
+        self._step()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self._messages += 1
-        self._in_head = True
+        self._step()
+
+    def _step(self) -> None:
+        self._steps += 1
+        self._line_bytes = 0
 
     def _count(self, size: int) -> None:
+        self._step()
         self._head_bytes += size
         if self._head_bytes > HEAD_BYTES:
             self._oversized = True

@@ -216,6 +216,33 @@ class TestHeads:
                 for _ in range(10_000):  # 80 MB
                     connection.sendall(b"y" * 8192)
 
+    def test_a_head_below_the_limit_may_come_in_pieces(self, door: Door) -> None:
+        data = head(len(BODY), *[f"x-{i}: {'z' * 1000}" for i in range(55)])
+        with connected(door.url) as connection:
+            for start in range(0, len(data), 2000):
+                connection.sendall(data[start : start + 2000])
+                time.sleep(0.001)  # or the kernel makes one piece of them
+            connection.sendall(BODY)
+            assert answers(connection)[0][0] == 200
+
+    @pytest.mark.parametrize("path", [COMPLETIONS, "/nowhere"])
+    def test_what_follows_a_body_has_the_head_s_limit(self, door: Door, path: str) -> None:
+        with connected(door.url) as connection:
+            connection.sendall(head(None, "transfer-encoding: chunked", path=path) + b"0\r\nx: ")
+            with pytest.raises(OSError):
+                for _ in range(10_000):  # 80 MB
+                    connection.sendall(b"y" * 8192)
+
+    def test_a_body_may_have_more_chunks_than_a_head_has_bytes(self, door: Door) -> None:
+        body = orjson.dumps(GOOD | {"user": "u" * 500}) + b" " * HEAD_BYTES
+        with connected(door.url) as connection:
+            connection.sendall(head(None, "transfer-encoding: chunked"))
+            chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+            for start in range(0, len(chunks), 8191):
+                connection.sendall(chunks[start : start + 8191])
+            connection.sendall(b"0\r\nx: y\r\n\r\n")
+            assert answers(connection)[0][0] == 200
+
     def test_a_long_path_too(self, door: Door) -> None:
         with connected(door.url) as connection:
             connection.sendall(f"GET /{'a' * 2 * HEAD_BYTES} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
