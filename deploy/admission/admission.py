@@ -82,8 +82,8 @@ class Admission:
 
     @contextmanager
     def reading(self, key: ApiKey | None) -> Iterator[None]:
-        """While a request's body comes, it counts as one that its key has under way: slow uploads
-        are as many as its limit at most."""
+        """While a request's body comes and is checked, it counts as one that its key has under way:
+        slow uploads, and grammars that wait to be compiled, are as many as its limit at most."""
         meter = self._meter(ANONYMOUS if key is None else key.name)
         meter.in_flight += 1
         try:

@@ -89,11 +89,12 @@ class Call:
         front, served = self._front, self._front.served
         try:
             async with asyncio.timeout(served.limits.request_seconds):
-                if heavy:
-                    generation = await asyncio.to_thread(prepare, self._request, served)
-                else:
-                    generation = prepare(self._request, served)
-                await constraints.admit(generation.grammars, served)
+                with front.admission.reading(self._key):
+                    if heavy:
+                        generation = await asyncio.to_thread(prepare, self._request, served)
+                    else:
+                        generation = prepare(self._request, served)
+                    await constraints.admit(generation.grammars, served)
                 async with front.admission.turn(
                     self._key, generation.requests, lambda: generation.completion_tokens
                 ) as turn:

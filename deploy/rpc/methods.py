@@ -51,7 +51,7 @@ def handler(
         ends_at = _end(context)
         code, request = grpc.StatusCode.OK, kind()
         try:
-            data = await anext(aiter(requests), None)
+            data = await _first(requests, front.served.limits.upload_seconds)
             heavy = data is not None and len(data) > HEAVY_BYTES
             request = await asyncio.to_thread(parse, kind, data) if heavy else parse(kind, data)
             await method(request, _reply(context, front.edge.grpc.message_bytes), heavy)
@@ -71,6 +71,15 @@ def handler(
             front.telemetry.grpc_finished(name, code.name)
 
     return grpc.stream_stream_rpc_method_handler(serve)
+
+
+async def _first(requests: AsyncIterator[bytes], seconds: float) -> bytes | None:
+    """The call's message; None when the client ends without one. Raises ApiError 408."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(aiter(requests), None)
+    except TimeoutError:
+        raise ApiError(408, f"the message did not arrive within {seconds:g} s") from None
 
 
 def parse(kind: type[Request], data: bytes | None) -> Request:

@@ -1,7 +1,9 @@
 """Who gets in: API keys in the metadata, and certificates."""
 
+import asyncio
 import datetime
 import ipaddress
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from expertmesh.deploy.auth.keys import hash_key, new_key
 from expertmesh.deploy.edge_settings import AuthSettings, EdgeSettings, TlsSettings
+from expertmesh.deploy.openai import constraints
 from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.rpc.tls import TlsError, credentials
 from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
@@ -103,6 +106,23 @@ class TestKeys:
         assert "RetryInfo" in details
         assert Answer(engine.Generate(ask(), metadata=bearer(KEYS["alice"]))).ends
         running.cancel()
+
+    def test_a_call_counts_while_its_grammar_compiles(
+        self, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun = threading.Event()
+
+        async def never(*arguments: Any) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(constraints, "admit", never)
+        engine, bob = EngineStub(channel), bearer(KEYS["bob"])
+        compiling = engine.Generate(ask(), metadata=bob, timeout=30)
+        assert begun.wait(10)
+        code, message, _ = refused(engine.Generate(ask(), metadata=bob, timeout=5))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "bob" in message
+        compiling.cancel()
 
 
 class Authority:

@@ -160,6 +160,12 @@ class TestDeadlines:
             assert "longer than this server allows" in failed.value.details()
             wait_for(idle(server, fake), 5)
 
+    def test_a_message_that_does_not_come(self, served: ServedModel) -> None:
+        strict = replace(served, limits=Limits(upload_seconds=0.1))
+        with grpc_server(FakeEngineClient(), strict) as server, RawChannel(server.address) as raw:
+            code, message = raw.call(GENERATE, None, end=False)
+        assert code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0] and "0.1 s" in message
+
     def test_an_absurd_deadline(self, engine: EngineStub) -> None:
         assert Answer(engine.Generate(ask(), timeout=1e9)).ends
         code, _, _ = refused(engine.Generate(ask(), timeout=1e-9))
