@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: messages in; reasoning, content and tool calls out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -21,7 +21,12 @@ from expertmesh.deploy.openai.errors import bad
 from expertmesh.deploy.openai.generation import Generation
 from expertmesh.deploy.openai.logprobs import TokenSpelling, chat_logprobs
 from expertmesh.deploy.openai.protocol import ChatRequest, ChatTemplateOptions
-from expertmesh.deploy.openai.sampling import check_request, generate_requests, token_budget
+from expertmesh.deploy.openai.sampling import (
+    check_length,
+    check_request,
+    generate_requests,
+    token_budget,
+)
 from expertmesh.deploy.openai.served import ServedModel
 
 DEFAULT_EFFORT = "max"
@@ -75,7 +80,27 @@ def render(
         raise bad(error.message, error.param) from None
 
 
+def _check_size(messages: Any, served: ServedModel) -> None:
+    """Refuses what can not fit before it is rendered. Raises ApiError."""
+    count, context = len(messages) if isinstance(messages, list) else 0, served.max_model_len
+    if count > context:
+        message = f"the context holds {context} tokens, but there are {count} messages"
+        raise bad(message, "messages", "context_length_exceeded")
+    check_length(sum(map(len, _texts(messages))), served, "messages")
+
+
+def _texts(messages: Any) -> Iterator[str]:
+    """Contents of messages that nobody has checked yet."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else (content,):
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
+
+
 def _turn(request: ChatRequest, thinking: str | None, served: ServedModel) -> ChatTurn:
+    _check_size(request.messages, served)
     wanted = request.response_format
     return render(
         request.messages,

@@ -15,6 +15,7 @@ from expertmesh.deploy.openai.logprobs import CompletionLogprobs, TokenSpelling
 from expertmesh.deploy.openai.protocol import CompletionRequest
 from expertmesh.deploy.openai.sampling import (
     check_ids,
+    check_length,
     check_request,
     generate_requests,
     token_budget,
@@ -61,7 +62,7 @@ def read_prompts(request: CompletionRequest, served: ServedModel) -> list[Prompt
                     "this checkpoint has no tokenizer: send the prompt as a list of token ids",
                     param,
                 )
-            check_length(prompt, served, param)
+            check_length(len(prompt), served, param)
             ids = served.tokenizer.encode(prompt)
         else:
             ids = prompt
@@ -70,20 +71,6 @@ def read_prompts(request: CompletionRequest, served: ServedModel) -> list[Prompt
             raise bad(f"'{param}' has no tokens", param)
         prompts.append(_echoed(request, served, ids, prompt))
     return prompts
-
-
-def check_length(text: str, served: ServedModel, param: str) -> None:
-    """Refuses text that can not fit whatever its tokens are: encoding 30 MB costs many seconds."""
-    if served.longest_token is None:
-        return
-    least = len(text) // served.longest_token
-    if least > served.max_model_len:
-        raise bad(
-            f"the context holds {served.max_model_len} tokens, but {len(text)} characters are at "
-            f"least {least}",
-            param,
-            "context_length_exceeded",
-        )
 
 
 def _echoed(

@@ -35,6 +35,8 @@ def check_request(request: SamplingRequest, served: ServedModel, prompts: int) -
     if len(request.stop_token_ids) > limits.stop_token_ids:
         raise bad(f"at most {limits.stop_token_ids} stop_token_ids", "stop_token_ids")
     check_ids(request.stop_token_ids, vocab, "stop_token_ids")
+    if len(request.logit_bias) > limits.logit_bias:
+        raise bad(f"logit_bias has at most {limits.logit_bias} tokens", "logit_bias")
     check_ids(list(request.logit_bias), vocab, "logit_bias")
     _check_stops(request, served)
     if request.return_routed_experts and not served.moe_layers:
@@ -49,6 +51,20 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
             f"token id {str(wrong)[:40]} is outside the vocabulary 0..{vocab_size - 1} "
             f"({vocab_size} tokens)",
             param,
+        )
+
+
+def check_length(characters: int, served: ServedModel, param: str) -> None:
+    """Refuses text that can not fit whatever its tokens are: encoding 30 MB costs many seconds."""
+    if served.longest_token is None:
+        return
+    least = characters // served.longest_token
+    if least > served.max_model_len:
+        raise bad(
+            f"the context holds {served.max_model_len} tokens, but {characters} characters are at "
+            f"least {least}",
+            param,
+            "context_length_exceeded",
         )
 
 

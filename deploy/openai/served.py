@@ -22,6 +22,8 @@ class Limits:
     stops: int = 16
     stop_length: int = 1024
     stop_token_ids: int = 256
+    # Each is added to a logit in every step.
+    logit_bias: int = 1024
     logprobs: int = 20
     tools: int = 512
     # From the head of a request to the end of its body.

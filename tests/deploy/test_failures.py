@@ -306,6 +306,12 @@ def test_text_that_can_not_fit_is_not_even_encoded(served: ServedModel) -> None:
     with http_server(build_app(Front(FakeEngineClient(), strict))) as url, Door(url) as door:
         error = door.refused(COMPLETIONS, prompt="x" * 20_000)
         assert error["code"] == "context_length_exceeded" and "2000" in error["message"]
+        for content in ("x" * 10_000, [{"type": "text", "text": "x" * 5_000}] * 2):
+            messages = [{"role": "user", "content": content}] * 2
+            error = door.refused(CHAT, messages=messages)
+            assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+        error = door.refused(CHAT, messages=[{"role": "user", "content": ""}] * 2_000)
+        assert error["code"] == "context_length_exceeded" and "2000 messages" in error["message"]
 
 
 def test_an_idle_connection_is_kept(door: Door) -> None:

@@ -188,6 +188,11 @@ def test_one_bias_per_token(door: Door) -> None:
     assert error["param"] == "logit_bias.05" and "twice" in error["message"]
 
 
+def test_biases_have_a_limit(door: Door) -> None:
+    error = door.refused(COMPLETIONS, prompt="x", logit_bias={str(i): 1 for i in range(1025)})
+    assert error["param"] == "logit_bias" and "1024" in error["message"]
+
+
 def test_messages_are_in_the_words_of_the_api(door: Door) -> None:
     error = door.refused(COMPLETIONS, prompt="x", response_format="text")
     assert error["message"] == "'response_format': must be an object"
