@@ -20,7 +20,7 @@ def read_config(path: Path, options: frozenset[str]) -> tuple[dict[str, Any], Ed
     """
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: 2027-02-31, no UTF-8
         raise _refused(path, str(error)) from error
     if given is None:
         given = {}

@@ -39,12 +39,18 @@ class EdgeServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        """Returns when both doors are open. Raises OSError when the gRPC port is taken."""
+        """Returns when both doors are open. Raises OSError when the gRPC port is taken or TLS can
+        not work, and what else keeps the app from starting."""
         allow_connections()
         self._grpc = await open_grpc(self._front, self._host)
         self._task = asyncio.create_task(self._http.serve(sockets=[listener]))
         while not self._http.started and not self._task.done():
             await asyncio.sleep(0.005)
+        if not self._http.started:
+            if self._grpc is not None:
+                await self._grpc.stop(0)
+            await self._task
+            raise RuntimeError("the HTTP server did not start")
 
     @property
     def ended(self) -> bool:

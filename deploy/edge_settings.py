@@ -6,7 +6,7 @@ They come from the sections http, grpc, auth and queue of `expertmesh serve --co
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -19,6 +19,15 @@ _LIMITS = Limits()
 class _Section(BaseModel):
     # No error repeats what it refuses: it may be a secret in the wrong place.
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    def absolute(self) -> Self:
+        """With paths that mean the same in every folder: the front door may run in another one."""
+        fresh: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Path | _Section):
+                fresh[name] = value.absolute()
+        return self.model_copy(update=fresh)
 
 
 class TlsSettings(_Section):

@@ -3,6 +3,7 @@ code and a message that says what to do."""
 
 import errno
 import socket
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.tokenizer import MODEL_FILE, Tokenizer, TokenizerError
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
 from expertmesh.cluster.placement import PlacementError, check_actors
+from expertmesh.deploy.edge_settings import TlsSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.listener import hold
 
@@ -159,6 +161,22 @@ def hold_port(host: str, port: int, flag: str = "--port") -> socket.socket:
         ) from error
     except OSError as error:
         raise _port_refusal(host, port, flag, error) from error
+
+
+def check_tls(section: str, tls: TlsSettings | None) -> None:
+    """Refused when no server can use these files. section: of the settings, "http" or "grpc"."""
+    if tls is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A key that needs a password is refused; the front door has nobody to ask.
+        context.load_cert_chain(tls.cert_file, tls.key_file, password="")
+        if tls.client_ca_file is not None:
+            context.load_verify_locations(tls.client_ca_file)
+    except (OSError, ValueError) as error:
+        files = (tls.cert_file, tls.key_file, tls.client_ca_file)
+        names = ", ".join(str(file) for file in files if file is not None)
+        raise Refused(ExitCode.USAGE, f"{section}.tls: {names}: {error}") from error
 
 
 def _port_refusal(host: str, port: int, flag: str, error: OSError) -> Refused:

@@ -36,6 +36,8 @@ def run(options: ServeOptions) -> None:
         preflight.check_recording(config, options.routing_record)
         options.autoscale(config)
         grpc = options.edge.grpc
+        preflight.check_tls("http", options.edge.http.tls)
+        preflight.check_tls("grpc", grpc.tls)
         with (
             preflight.hold_port(options.host, options.port),
             preflight.hold_port(grpc.host or options.host, grpc.port, "--grpc-port")

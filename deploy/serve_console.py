@@ -53,7 +53,8 @@ def print_plan(
 
 def url_of(options: ServeOptions) -> str:
     host = f"[{options.host}]" if ":" in options.host else options.host
-    return f"http://{host}:{options.port}"
+    scheme = "http" if options.edge.http.tls is None else "https"
+    return f"{scheme}://{host}:{options.port}"
 
 
 def announce(console: Console, options: ServeOptions, began: float) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.hosts.token import offer_token
 from expertmesh.deploy.mesh_news import Status, news
 from expertmesh.deploy.preflight import size_text
-from expertmesh.deploy.serve_console import announce
+from expertmesh.deploy.serve_console import announce, url_of
 from expertmesh.deploy.serve_options import ServeOptions
 from expertmesh.deploy.stop_signals import handle_signals, stop_by_signal
 
@@ -170,19 +171,31 @@ def _tell_news(console: Console, keeper: "Keeper") -> NoReturn:
 
 def _wait_ready(options: ServeOptions, limit: float = 60.0) -> None:
     """Returns when /ready says so, over the socket that clients will use."""
+    import ssl
     import urllib.error
     import urllib.request
 
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}/ready"
+    url = f"{url_of(replace(options, host=host))}/ready"
+    # This server's own port: no proxy of the environment, and a certificate that names what clients
+    # call it.
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}),
+        urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
+    )
+    tls = options.edge.http.tls
     deadline, last = time.monotonic() + limit, "no answer"
     while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with opener.open(url, timeout=5):
                 return
         except urllib.error.HTTPError as error:
             last = error.read(500).decode("utf-8", "replace")
         except OSError as error:
+            cause = error.reason if isinstance(error, urllib.error.URLError) else error
+            refusals = ssl.SSLError | ConnectionResetError
+            if tls is not None and tls.client_ca_file and isinstance(cause, refusals):
+                return  # it is there, and wants a certificate that only its clients have
             last = str(error)
         time.sleep(0.05)
     raise Refused(ExitCode.LAUNCH, f"the server was not ready within {limit:g} s: {last}")

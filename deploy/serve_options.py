@@ -165,11 +165,12 @@ def with_flags(edge: EdgeSettings, grpc_port: int | None, api_keys: Path | None)
     for keys that can not be used."""
     if grpc_port is not None:
         edge = edge.model_copy(update={"grpc": edge.grpc.model_copy(update={"port": grpc_port})})
-    auth, keys_file = edge.auth, api_keys or edge.auth.keys_file
-    if keys_file is not None:  # the front door may run in another folder
-        auth = auth.model_copy(update={"keys_file": keys_file.absolute()})
+    if api_keys is not None:
+        auth = edge.auth.model_copy(update={"keys_file": api_keys})
+        edge = edge.model_copy(update={"auth": auth})
+    edge = edge.absolute()
     try:
-        auth = auth.with_hashes(environment_hashes(os.environ))
+        auth = edge.auth.with_hashes(environment_hashes(os.environ))
         open_keyring(auth)
     except KeysError as error:
         raise Refused(ExitCode.USAGE, str(error)) from error

@@ -68,6 +68,7 @@ def test_flags_win_over_environment_over_file(serve: Any) -> None:
         ("port: [1]", "'port' must be a single value"),
         ("- 1", "must be a mapping"),
         ("port: {", "serve.yaml"),
+        ("port: 2027-02-31", "serve.yaml"),
         ("port: eighty", "--port"),
         ("port: 99999", "--port"),
     ],
