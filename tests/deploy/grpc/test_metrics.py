@@ -50,8 +50,11 @@ def test_calls_by_method_and_code(served: ServedModel) -> None:
         wait_for(lambda: fake.running == 1, 5)
         engine.Abort(pb.AbortRequest(request_id="a"))
         list(call)
+        call = engine.Generate(ask(), timeout=2)
+        wait_for(lambda: fake.running == 1, 2)  # what ends before it began is no cancelled answer
         with pytest.raises(grpc.RpcError):
-            list(engine.Generate(ask(), timeout=0.1))
+            list(call)
+        wait_for(lambda: fake.running == 0, 5)
         call = engine.Generate(ask())
         wait_for(lambda: fake.running == 1, 5)
         call.cancel()
