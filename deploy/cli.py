@@ -48,7 +48,16 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print and exit.")
+        bool,
+        # Without a variable: EXPERTMESH_VERSION is what images and pipelines call other things, and
+        # would end every command with exit code 0 before it has done anything.
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Print and exit.",
+            allow_from_autoenv=False,
+        ),
     ] = False,
 ) -> None:
     """An expert-parallel inference server for Kimi K3-style models."""

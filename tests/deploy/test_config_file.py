@@ -56,6 +56,12 @@ def test_flags_win_over_environment_over_file(serve: Any) -> None:
     assert options.edge.grpc.reflection is False, "a flag replaces one value, not the section"
 
 
+def test_a_variable_with_a_version_does_not_end_the_command(serve: Any) -> None:
+    options = serve("port: 8123", env={"EXPERTMESH_VERSION": "1"})
+    assert not isinstance(options, str), options
+    assert options.port == 8123
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
