@@ -5,6 +5,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# From the first moment on: Ray's client reads it once in a process, each cluster at its start, and
+# commands under test set it where this user has a token.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 # The tests that compare bits were verified on the AVX2 kernels; a machine with AVX-512 would take
 # others, whose rows need not be independent of their number. Child processes inherit this.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")

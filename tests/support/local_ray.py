@@ -9,7 +9,6 @@ import ray
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_worker_niceness", "0")
     address = os.environ.get("EXPERTMESH_TEST_RAY")  # one that runs already, to save its start
     if address:

@@ -1,6 +1,5 @@
 """Slots for another actor on a full cluster: Ray's autoscaler brings a node, and takes it back."""
 
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,6 @@ NODE_S = 240.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     with autoscaled_ray({"CPU": 1}, most=2, idle_s=3.0) as address:
         ray.init(address=address, log_to_driver=False)
         try:

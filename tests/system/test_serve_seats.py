@@ -31,7 +31,6 @@ FOLLOW_S = 120.0
 
 @pytest.fixture(scope="module")
 def keeper() -> Iterator[Any]:
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     # How often seats report to Serve's controller; by default every 10 s.
     os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.5"
     ray.init(address="local", num_cpus=4, object_store_memory=128 << 20, include_dashboard=False,
