@@ -5,6 +5,7 @@ They come from the sections http, grpc, auth and queue of `expertmesh serve --co
 """
 
 import re
+import ssl
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -36,6 +37,20 @@ class TlsSettings(_Section):
     cert_file: Path
     key_file: Path
     client_ca_file: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Certificate, key and, if there is one, the clients' authority."""
+        ca_file = self.client_ca_file
+        return (self.cert_file, self.key_file) + (() if ca_file is None else (ca_file,))
+
+    def check(self) -> None:
+        """Raises OSError or ValueError when no server can use the files, or key and certificate do
+        not belong together. A key that needs a password is refused: nobody is there to ask."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.cert_file, self.key_file, password="")
+        if self.client_ca_file is not None:
+            context.load_verify_locations(self.client_ca_file)
 
 
 def _origin(value: str) -> str:

@@ -3,7 +3,6 @@ code and a message that says what to do."""
 
 import errno
 import socket
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,14 +167,9 @@ def check_tls(section: str, tls: TlsSettings | None) -> None:
     if tls is None:
         return
     try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A key that needs a password is refused; the front door has nobody to ask.
-        context.load_cert_chain(tls.cert_file, tls.key_file, password="")
-        if tls.client_ca_file is not None:
-            context.load_verify_locations(tls.client_ca_file)
+        tls.check()
     except (OSError, ValueError) as error:
-        files = (tls.cert_file, tls.key_file, tls.client_ca_file)
-        names = ", ".join(str(file) for file in files if file is not None)
+        names = ", ".join(map(str, tls.files))
         raise Refused(ExitCode.USAGE, f"{section}.tls: {names}: {error}") from error
 
 

@@ -1,8 +1,6 @@
 """Server credentials from PEM files, which are read again when they are renewed."""
 
 import logging
-import ssl
-from pathlib import Path
 
 import grpc
 
@@ -31,14 +29,9 @@ class _Files:
         self._settings = settings
         self._seen = self._signature()
 
-    def _paths(self) -> list[Path]:
-        settings = self._settings
-        paths = [settings.cert_file, settings.key_file]
-        return paths if settings.client_ca_file is None else [*paths, settings.client_ca_file]
-
     def _signature(self) -> tuple[tuple[int, int, int], ...]:
         try:
-            found = [path.stat() for path in self._paths()]
+            found = [path.stat() for path in self._settings.files]
         except OSError as error:
             raise TlsError(f"{error.filename}: {error.strerror}") from None
         return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
@@ -46,15 +39,11 @@ class _Files:
     def configuration(self) -> grpc.ServerCertificateConfiguration:
         """Raises TlsError. OpenSSL checks that key and certificate belong together: grpcio takes
         anything, and then fails each handshake without a word."""
-        settings = self._settings
         try:
-            checked = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            checked.load_cert_chain(settings.cert_file, settings.key_file, password="")
-            if settings.client_ca_file is not None:
-                checked.load_verify_locations(settings.client_ca_file)
-            pems = [path.read_bytes() for path in self._paths()]
+            self._settings.check()
+            pems = [path.read_bytes() for path in self._settings.files]
         except (OSError, ValueError) as error:
-            names = ", ".join(str(path) for path in self._paths())
+            names = ", ".join(map(str, self._settings.files))
             raise TlsError(f"TLS files {names}: {error}") from None
         return grpc.ssl_server_certificate_configuration(
             [(pems[1], pems[0])], pems[2] if len(pems) > 2 else None
