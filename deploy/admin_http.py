@@ -24,14 +24,24 @@ def ask(
         headers["authorization"] = f"Bearer {token}"
     data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url.rstrip("/") + path, data, headers)
+        return send(url, path, headers, data, timeout)
+    except urllib.error.HTTPError as error:
+        raise _refusal(error.code, error.read(ERROR_BYTES)) from None
+
+
+def send(
+    url: str, path: str, headers: Mapping[str, str], data: bytes | None, timeout: float
+) -> bytes:
+    """The answer's body. Raises HTTPError when the server refuses, Refused when none answers."""
+    try:
+        request = urllib.request.Request(url.rstrip("/") + path, data, dict(headers))
         # No proxy of the environment: it would be asked for this host's own loopback address.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=timeout) as response:
             answer: bytes = response.read()
             return answer
-    except urllib.error.HTTPError as error:
-        raise _refusal(error.code, error.read(ERROR_BYTES)) from None
+    except urllib.error.HTTPError:
+        raise
     except ValueError as error:  # not a URL
         raise Refused(ExitCode.USAGE, f"--url {url}: {error}") from None
     except OSError as error:

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from expertmesh.cluster import metrics
+from expertmesh.deploy.admin_http import send
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 
 KEY = "EXPERTMESH_API_KEY"
@@ -29,22 +29,10 @@ def headers() -> dict[str, str]:
 def fetch(url: str, path: str) -> bytes:
     """Raises Refused."""
     try:
-        request = urllib.request.Request(url.rstrip("/") + path, headers=headers())
-        # No proxy of the environment: it would be asked for this host's own loopback address.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=ANSWER_SECONDS) as response:
-            body: bytes = response.read()
-            return body
+        return send(url, path, headers(), None, ANSWER_SECONDS)
     except urllib.error.HTTPError as error:
         hint = f"set {KEY} to one of the server's keys" if error.code == 401 else ""
         raise Refused(ExitCode.UNREACHABLE, f"{url}{path}: HTTP {error.code}", hint) from None
-    except ValueError as error:  # not a URL
-        raise Refused(ExitCode.USAGE, f"--url {url}: {error}") from None
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        raise Refused(
-            ExitCode.UNREACHABLE, f"no server answers at {url}: {reason}", "check --url"
-        ) from None
 
 
 def served_model(url: str) -> str:
