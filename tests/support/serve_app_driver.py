@@ -16,13 +16,13 @@ SHIPPED = Path(__file__).resolve().parents[2] / "deploy/ray/serve.yaml"
 
 
 def filled_in(model: str, port: int) -> dict[str, Any]:
-    """For one small machine, which offers no custom resources but the head's."""
+    """For one small machine, which offers no GPU and no custom resources but the head's."""
     config: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
     config["http_options"] |= {"host": "127.0.0.1", "port": port}
     (application,) = config["applications"]
     application["args"] |= {"served_model_name": "tiny", "front_doors": 1}
     mesh = application["args"]["mesh"]
-    mesh |= {"attention_replicas": 1, "expert_actors": 1, "name": "proxied"}
+    mesh |= {"attention_replicas": 1, "expert_actors": 1, "gpus_per_actor": 0, "name": "proxied"}
     mesh["load"]["model"] = model
     mesh["engine"] = {"pages": 32, "slots": 4}
     mesh["resources"] |= {"attention": {}, "experts": {}}
