@@ -11,7 +11,6 @@ from torch import Tensor
 
 from expertmesh.actors.model.batch import Batch
 from expertmesh.actors.model.config import ModelConfig
-from expertmesh.kernels.elementwise import sigmoid
 from expertmesh.kernels.latent_moe.torch_ops import Glu
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 from expertmesh.kernels.mla.torch_ops import MlaSpan
@@ -145,7 +144,7 @@ class Mla:
             out_THv[decode : batch.rows] = prefill_THv[decode : batch.rows]
         out = out_THv.view(rows, -1)
         if gate:
-            out = out * sigmoid(gate[0])
+            out = self.kernels.output_gate(out, gate[0])
         return self.out(out)
 
     def _decode(self, q_n: Tensor, q_r: Tensor, batch: Batch, cache: Tensor) -> Tensor:

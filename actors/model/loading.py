@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import ModelConfig, load_config
-from expertmesh.kernels.registry import Kernels, load_kernels
+from expertmesh.kernels.registry import Kernels, load_kernels, parse_choice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,8 +26,10 @@ class LoadSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: CUDA if there is one."
     )
-    kernels: Literal["auto", "torch", "reference"] = Field(
-        default="auto", description="Kernel backend."
+    kernels: str = Field(
+        default="auto",
+        description="Kernel backend: auto, triton, torch or reference; after a comma operators "
+        "that differ, as in 'auto,sample=torch'. auto: triton on CUDA, torch on CPU.",
     )
     read_mode: Literal["mmap", "sequential"] = Field(
         default="mmap", description="sequential: large reads in order, for network disks."
@@ -37,6 +39,12 @@ class LoadSettings(BaseModel):
         ge=0,
         description="Decoded experts kept per process, beside the packed ones.",
     )
+
+    @field_validator("kernels")
+    @classmethod
+    def _known(cls, choice: str) -> str:
+        parse_choice(choice)
+        return choice
 
     def open(self) -> "OpenModel":
         """Reads and checks all headers. Raises ConfigError and CheckpointError."""
@@ -59,4 +67,4 @@ class OpenModel:
         if name == "auto":
             name = "float32" if kind == "cpu" else "bfloat16"
         self.dtype = DTYPES[name]
-        self.kernels: Kernels = load_kernels(settings.kernels)
+        self.kernels: Kernels = load_kernels(settings.kernels, kind)

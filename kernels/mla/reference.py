@@ -70,3 +70,8 @@ def mla_prefill(
                 ) * scale
                 out[row, h] = (torch.softmax(score, 0) @ value).to(out.dtype)
     return out
+
+
+def output_gate(out_TV: Tensor, gate_TV: Tensor) -> Tensor:
+    """out * sigmoid(gate), in out's dtype throughout."""
+    return out_TV * torch.sigmoid(gate_TV)

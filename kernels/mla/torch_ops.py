@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from expertmesh.kernels.elementwise import sigmoid
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 from expertmesh.kernels.mla.plan import DecodePlan, plan_decode, row_offsets
 from expertmesh.kernels.mla.types import PAGE, MlaSpan
 
 GROUP_BYTES = 1 << 20  # pages gathered at a time: stays in cache, reuses the same memory
 
-__all__ = ["DecodePlan", "MlaSpan", "mla_decode", "mla_prefill", "plan_decode"]
+__all__ = ["DecodePlan", "MlaSpan", "mla_decode", "mla_prefill", "output_gate", "plan_decode"]
 
 
 def mla_decode(
@@ -137,3 +138,8 @@ def _prefill_span(
         out_HTv[:, low:high] = torch.bmm(prob_HQK, v_HLv[:, :extent])[:, : high - low]
         begin = stop
     return out_HTv.transpose(0, 1)
+
+
+def output_gate(out_TV: Tensor, gate_TV: Tensor) -> Tensor:
+    """The attended values times their gate's sigmoid (k3-model 2.3). New tensor, out's dtype."""
+    return out_TV * sigmoid(gate_TV)

@@ -57,3 +57,25 @@ def _nearest_code(x: float) -> int:
     """Code of the nearest magnitude; of two equally near ones the even code. Zero has no sign."""
     best = min(range(8), key=lambda c: (abs(abs(x) - CODES[c]), c % 2))
     return best + 8 if x < 0 and best else best
+
+
+FP8_PEAK = 448.0  # largest E4M3 value
+
+
+def fp8_encode(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale per row, peak / 448; the quotient rounds to E4M3, ties to even.
+
+    Returns (codes uint8 [T, D], scale float32 [T, 1]); a zero row has scale 1.
+    """
+    codes = torch.empty(x_TD.shape, dtype=torch.uint8)
+    scale = torch.empty(x_TD.shape[0], 1, dtype=torch.float32)
+    for t, row in enumerate(x_TD.float()):
+        peak = float(row.abs().max()) if row.numel() else 0.0
+        scale[t] = torch.tensor(peak, dtype=torch.float32) / FP8_PEAK if peak else 1.0
+        codes[t] = (row / scale[t]).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, scale
+
+
+def fp8_decode(codes_TD: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
+    """value * scale in float32, then `dtype`. [T, D]"""
+    return (codes_TD.view(torch.float8_e4m3fn).float() * scale_T1).to(dtype)

@@ -94,3 +94,22 @@ def _nearest_codes(scaled: Tensor) -> Tensor:
     # Away from a tie both agree; at a tie exactly one of the two neighbours is even.
     negative = (scaled < 0) & (codes > 0)
     return codes + 8 * negative
+
+
+FP8_PEAK = 448.0  # largest E4M3 value
+
+
+def fp8_encode(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as E4M3 codes with one scale each: (uint8 [T, D], scale float32 [T, 1]).
+
+    A zero row keeps scale 1. Codes are uint8 because neither gloo nor NCCL moves float8.
+    """
+    x32_TD = x_TD.float()
+    scale_T1 = x32_TD.abs().amax(1, keepdim=True).div_(FP8_PEAK)
+    scale_T1.masked_fill_(scale_T1 == 0, 1.0)
+    return (x32_TD / scale_T1).to(torch.float8_e4m3fn).view(torch.uint8), scale_T1
+
+
+def fp8_decode(codes_TD: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `fp8_encode` took, within a relative 2^-4, in `dtype`. [T, D]"""
+    return codes_TD.view(torch.float8_e4m3fn).float().mul_(scale_T1).to(dtype)

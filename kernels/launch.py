@@ -1,0 +1,96 @@
+"""Launching Triton kernels: one door for all of them.
+
+An operator's `triton_ops.py` never indexes a kernel itself. That lets the same launcher code run a
+kernel, be compiled ahead of time for a GPU that is not here (`recording`, on meta tensors), and be
+counted.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Scalar = int | float
+Argument = Tensor | Scalar | None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A call that was recorded instead of made.
+
+    arguments: the kernel's positional arguments in order. constants: its constexpr arguments by
+    name. num_warps, num_stages: as Triton takes them.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Argument, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded launches", default=None)
+
+
+def launch(
+    kernel: Any,
+    grid: Sequence[int],
+    *arguments: Argument,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **constants: Any,
+) -> None:
+    """Runs `kernel` on as many programs as `grid` says, with `constants` as its constexprs.
+
+    An empty grid launches nothing: CUDA refuses one. Raises ValueError where a tensor is on a
+    device that runs no kernels.
+    """
+    if 0 in grid:
+        return
+    records = _recorded.get()
+    if records is not None:
+        shape = tuple(grid)
+        records.append(Launch(kernel, shape, arguments, constants, num_warps, num_stages))
+        return
+    for argument in arguments:
+        if isinstance(argument, Tensor) and not runs_on(argument.device.type):
+            raise ValueError(f"{kernel.__name__}: Triton runs no kernel on {argument.device}")
+    kernel[tuple(grid)](*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Launches inside are noted in the list and not made; outputs keep what was in them."""
+    records: list[Launch] = []
+    token = _recorded.set(records)
+    try:
+        yield records
+    finally:
+        _recorded.reset(token)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter. It counts at the first import of a kernel."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def runs_on(device_type: str) -> bool:
+    return device_type == ("cpu" if interpreted() else "cuda")
+
+
+def power_of_two(count: int) -> int:
+    """The smallest one >= count: what a Triton block's extent must be."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def blocks(count: int, block: int) -> int:
+    return -(-count // block)
