@@ -14,7 +14,7 @@ os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")
 
-# Read when a kernel's module is first imported: Triton kernels run on CPU tensors in these processes.
+# Read at the first import of a kernel: Triton runs on CPU tensors in these processes.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
