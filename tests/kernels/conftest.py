@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.triton_bf16 import install
+
+install()
+
 
 @pytest.fixture(autouse=True, scope="module")
 def poisoned_empty() -> Iterator[None]:
