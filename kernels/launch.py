@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Scalar = int | float
@@ -39,6 +41,7 @@ class Launch:
 
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded launches", default=None)
+_target: ContextVar[str] = ContextVar("target that launches are recorded for", default="")
 
 
 def launch(
@@ -68,14 +71,34 @@ def launch(
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Launches inside are noted in the list and not made; outputs keep what was in them."""
+def recording(for_target: str = "sm_90") -> Iterator[list[Launch]]:
+    """Launches inside are noted in the list and not made; outputs keep what was in them.
+
+    for_target: what `target` answers meanwhile.
+    """
     records: list[Launch] = []
-    token = _recorded.set(records)
+    recorded, targeted = _recorded.set(records), _target.set(for_target)
     try:
         yield records
     finally:
-        _recorded.reset(token)
+        _recorded.reset(recorded)
+        _target.reset(targeted)
+
+
+def target() -> str:
+    """The GPU that launchers choose block sizes for: "sm_90", "gfx942", ...; "" where kernels run in
+    the interpreter. AMD's begin with "gfx": waves of 64 threads, 64 KB of shared memory."""
+    return _target.get() or _target_here()
+
+
+@cache
+def _target_here() -> str:
+    if interpreted() or not torch.cuda.is_available():
+        return ""
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if torch.version.hip:
+        return str(facts.gcnArchName).partition(":")[0]
+    return f"sm_{facts.major}{facts.minor}"
 
 
 def interpreted() -> bool:
