@@ -86,8 +86,10 @@ def recording(for_target: str = "sm_90") -> Iterator[list[Launch]]:
 
 
 def target() -> str:
-    """The GPU that launchers choose block sizes for: "sm_90", "gfx942", ...; "" where kernels run in
-    the interpreter. AMD's begin with "gfx": waves of 64 threads, 64 KB of shared memory."""
+    """The GPU that launchers choose block sizes for: "sm_90", "gfx942", ...; "" in the interpreter.
+
+    AMD's begin with "gfx": waves of 64 threads, 64 KB of shared memory.
+    """
     return _target.get() or _target_here()
 
 
