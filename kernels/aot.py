@@ -83,7 +83,7 @@ class Compiled:
 
     def verdicts(self) -> Iterator[str]:
         """What is wrong: a gate that is missed without a reason, a reason that nothing needs."""
-        missed = dict(self.missed())
+        missed: dict[str, str] = dict(self.missed())
         for gate, told in missed.items():
             if gate not in self.excused:
                 yield f"{gate}: {told}"
