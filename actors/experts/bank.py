@@ -10,9 +10,11 @@ from torch import Tensor
 
 from expertmesh.actors.experts.decoded import Decoded, DecodedCache, Key, decode
 from expertmesh.actors.experts.digests import Digests, derived_digest, packed_digest
+from expertmesh.actors.experts.tables import LayerTables
 from expertmesh.actors.model.checkpoint import CheckpointError, ExpertWeights, PackedMatrix
 from expertmesh.actors.model.config import ModelConfig
-from expertmesh.kernels.latent_moe.torch_ops import Glu
+from expertmesh.kernels.latent_moe.tables import ExpertTable
+from expertmesh.kernels.latent_moe.types import Glu
 from expertmesh.kernels.registry import Kernels
 
 
@@ -87,6 +89,9 @@ class ExpertBank:
         self._held: dict[Key, Held] = {}  # guarded by _lock for writing, like the next three
         self._ids: dict[int, Tensor] = {}  # layer -> see _nowhere
         self._cache = DecodedCache(cache_bytes)
+        self._tables = LayerTables(
+            kernels, experts=self._num_experts, inner=inner, dtype=dtype, device=self.device
+        )
         self._packed_bytes = 0
         self.load(placed, source)
 
@@ -163,11 +168,13 @@ class ExpertBank:
         return Staged(layer, expert, weights, made, digests)
 
     def admit(self, staged: Staged) -> None:
-        """Holds it from now on, its decoded copy in the cache: an expert that was moved here is
-        wanted soon. Raises ValueError if it is here already."""
+        """Holds it from now on, its decoded copy in the cache where copies are used: an expert that
+        was moved here is wanted soon. Raises ValueError if it is here already."""
         held = Held(staged.weights, *staged.digests)
+        copies = not self._tables.in_use
         self._admit(staged.layer, staged.expert, held)
-        self._keep((staged.layer, staged.expert), held, staged.decoded)
+        if copies:
+            self._keep((staged.layer, staged.expert), held, staged.decoded)
 
     def drop(self, layer: int, expert: int) -> None:
         """Frees an expert, its decoded copy included. Raises ExpertNotHeld."""
@@ -190,16 +197,28 @@ class ExpertBank:
             self._keep(key, held, hit)
         return hit.w13, hit.w2
 
+    def table(self, layer: int) -> ExpertTable:
+        """What is held of a layer now, for kernels: its memory stays while somebody has it."""
+        table = self._tables.get(layer)
+        if table is None:
+            with self._lock:
+                experts = range(self._num_experts)
+                found = ((expert, self._held.get((layer, expert))) for expert in experts)
+                here = [(expert, held.weights) for expert, held in found if held is not None]
+                table = self._tables.make(layer, here)
+        return table
+
     def partial_sum(self, layer: int, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum over the chosen experts, `sum_dtype` [T, D]; zero rows where there are none.
 
-        ids_TK: global expert ids, -1 where another bank computes. Raises ExpertNotHeld.
+        ids_TK: global expert ids, -1 where another bank computes. Raises ExpertNotHeld where the
+        host learns of it; a kernel on a GPU answers NaN.
         """
         return self._kernels.experts_partial_sum(
             z_TD,
             ids_TK,
             weights_TK,
-            lambda expert: self.weights(layer, expert),
+            LayerExperts(self, layer),
             self._glu,
             sum_dtype=self.sum_dtype,
         )
@@ -252,6 +271,7 @@ class ExpertBank:
         table = self._nowhere() if old is None else old.clone()
         table[expert] = entry
         self._ids[layer] = table
+        self._tables.forget(layer)
 
     def _nowhere(self) -> Tensor:
         """int64 [E + 1]: the id of an expert that is here, else -1; the last entry answers -1."""
@@ -261,6 +281,20 @@ class ExpertBank:
         with self._lock:
             if self._held.get(key) is held:  # not dropped while it was decoded
                 self._cache.put(key, made)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """The experts of one layer, as the operator takes them."""
+
+    bank: ExpertBank
+    layer: int
+
+    def __call__(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.bank.weights(self.layer, expert)
+
+    def table(self) -> ExpertTable:
+        return self.bank.table(self.layer)
 
 
 def glu_of(config: ModelConfig) -> Glu:

@@ -2,12 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from expertmesh.kernels.latent_moe.tables import ExpertTable
+
 ExpertWeightsOf = Callable[[int], tuple[Tensor, Tensor]]
 """expert number -> (w13 [2I, D] gate rows first, w2 [D, I])"""
+
+
+class Experts(Protocol):
+    """The experts of one layer: matrices for those who multiply on the host's word, a table for
+    kernels that find them by themselves."""
+
+    def __call__(self, expert: int) -> tuple[Tensor, Tensor]: ...
+
+    def table(self) -> ExpertTable: ...
 
 
 @dataclass(frozen=True, slots=True)
