@@ -1,0 +1,5 @@
+"""Kimi Delta Attention on a GPU: the operators' Triton kernels, by phase."""
+
+from expertmesh.kernels.kda.triton_decode import kda_decode
+
+__all__ = ["kda_decode"]
