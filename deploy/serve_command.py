@@ -17,6 +17,7 @@ from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.process import own_cores
 from expertmesh.cluster.settings import OBJECT_STORE_BYTES
 from expertmesh.deploy import preflight
+from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import size_text
 from expertmesh.deploy.serve_console import announce, print_mesh, print_plan
 from expertmesh.deploy.serve_options import ServeOptions
@@ -38,6 +39,8 @@ def run(options: ServeOptions) -> None:
         grpc = options.edge.grpc
         preflight.check_tls("http", options.edge.http.tls)
         preflight.check_tls("grpc", grpc.tls)
+        if grpc.port == options.port:
+            raise Refused(ExitCode.USAGE, f"HTTP and gRPC cannot share port {options.port}")
         with (
             preflight.hold_port(options.host, options.port),
             preflight.hold_port(grpc.host or options.host, grpc.port, "--grpc-port")

@@ -6,6 +6,7 @@ Most of it ends, with `ray up` alone, in a cluster of one node and a line in a l
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from expertmesh.deploy.hosts.versions import check_command, check_image
 
 Config = Mapping[str, Any]
 
+# Reserved for documentation (RFC 5737): what examples are written with, and no host ever has.
+_EXAMPLES = [ip_network(net) for net in ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24")]
 _PORT = re.compile(r"--port[= ](\d+)")
 _ADDRESS = re.compile(r"--address[= ]\S*RAY_HEAD_IP\}?:(\d+)")
 _NO_AUTOSCALER_V2 = "RAY_enable_autoscaler_v2=0"
@@ -55,6 +58,7 @@ def _local(config: Config) -> Iterator[Finding]:
     for address, count in Counter(workers).items():
         if count > 1:
             yield Finding("provider.worker_ips", f"{address} is there {count} times")
+    yield from _examples(head, workers)
     if head in workers:
         yield Finding("provider.worker_ips", f"{head} is the head_ip, which is no worker")
     most = config.get("max_workers")
@@ -71,6 +75,21 @@ def _local(config: Config) -> Iterator[Finding]:
             f"`ray start --head` needs {_NO_AUTOSCALER_V2} before it with the local provider, or "
             "the last host is never started",
         )
+
+
+def _examples(head: object, workers: list[Any]) -> Iterator[Finding]:
+    named = [("provider.head_ip", head), *(("provider.worker_ips", one) for one in workers)]
+    for key, address in named:
+        if isinstance(address, str) and _of_an_example(address):
+            yield Finding(key, f"{address} is an example's address: put your host's here", True)
+
+
+def _of_an_example(address: str) -> bool:
+    try:
+        found = ip_address(address)
+    except ValueError:  # a name
+        return False
+    return any(found in net for net in _EXAMPLES)
 
 
 # --- hosts that a cloud makes ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What the commands of `expertmesh routing` do: get a report, and show it in three forms."""
 
 import io
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def run_record(output: Path, url: str, seconds: float, tokens: int) -> None:
         f"{output}: {len(recording.trace_NLK)} tokens in {recording.seconds:.1f} s, "
         f"{len(recording.layers)} layers x {recording.experts} experts"
     )
+    if not len(recording.trace_NLK):
+        print("warning: no request was served meanwhile; the record is empty", file=sys.stderr)
 
 
 def _of_server(url: str) -> Report:

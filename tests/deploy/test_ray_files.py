@@ -82,7 +82,10 @@ def parent(config: Config, path: tuple[str, ...]) -> Config:
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_ships_is_right(files: dict[str, Config], name: str) -> None:
-    assert findings(copy.deepcopy(files[name])) == []
+    found = findings(copy.deepcopy(files[name]))
+    examples = [one for one in found if one.warning and "an example's address" in one.message]
+    assert found == examples  # they are there to be changed, and told
+    assert len(examples) == (3 if name == "local" else 0)
     validate_config(prepare_config(copy.deepcopy(files[name])))
     # As it is, only what is marked to be changed is in the way.
     text = (REPOSITORY / f"deploy/ray/{name}.yaml").read_text()

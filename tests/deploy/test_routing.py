@@ -165,6 +165,12 @@ def test_record_writes_what_the_server_has_packed(server: Server, tmp_path: Path
     assert "25 tokens in 2.0 s" in result.output
 
 
+def test_a_record_of_no_traffic_says_so(server: Server, tmp_path: Path) -> None:
+    server.answer = 200, recorded(0).to_bytes()
+    result = run("record", tmp_path / "traffic.npz", server=server)
+    assert result.exit_code == 0 and "the record is empty" in result.output
+
+
 def test_the_admin_token_is_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTMESH_ADMIN_TOKEN", "secret")
     run("report", server=server)

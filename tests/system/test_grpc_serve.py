@@ -129,3 +129,6 @@ def test_a_taken_grpc_port_is_refused_before_anything_starts(tmp_path: Path) -> 
         with server_process(folder, *arguments) as process:
             assert process.wait(90) == 5
             assert f"port {port}" in " ".join(process.output.split())
+    with server_process(folder, "--port", str(port), "--grpc-port", str(port)) as process:
+        assert process.wait(90) == 2
+        assert f"HTTP and gRPC cannot share port {port}" in " ".join(process.output.split())
