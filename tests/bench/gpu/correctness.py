@@ -1,0 +1,57 @@
+"""Every Triton operator against float64, at K3's shapes and at sizes that no block divides."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from expertmesh.kernels.cases import Make
+from expertmesh.kernels.registry import OPERATORS
+from tests.bench.gpu.inputs import ODD, DeviceMake
+from tests.bench.gpu.operators import cases, claims, formula, implementation, kept, poisoned
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ODD_PREFIX = "odd: "
+
+
+def odd_items() -> list[str]:
+    return [
+        f"{ODD_PREFIX}{operator}/{label}/{dtype}"
+        for operator, builders in ODD.items()
+        if operator in OPERATORS and not OPERATORS[operator].without_triton
+        for label in builders
+        for dtype in DTYPES
+    ]
+
+
+def case_items() -> list[str]:
+    return list(cases())
+
+
+def without_odd_sizes() -> list[str]:
+    """Operators with a Triton kernel that are checked at K3's shapes alone."""
+    served = [name for name, operator in OPERATORS.items() if not operator.without_triton]
+    return [name for name in served if name not in ODD]
+
+
+def check(item: str, device: torch.device) -> dict[str, Any]:
+    """One call with fresh random inputs and poisoned outputs.
+
+    Raises AssertionError with all numbers where a claim does not hold.
+    """
+    if item.startswith(ODD_PREFIX):
+        operator, label, dtype = item.removeprefix(ODD_PREFIX).split("/")
+        return _check(operator, lambda make: ODD[operator][label](make, DTYPES[dtype]), device)
+    case = cases()[item]
+    return _check(case.operator, case.arguments, device)
+
+
+def _check(operator: str, arguments: Callable[[Make], Any], device: torch.device) -> dict[str, Any]:
+    args = arguments(DeviceMake(device, seed=20))
+    before = kept(operator, args)
+    with poisoned():
+        result = implementation(operator, "triton")(*args)
+    judged = {one.name: one.judge() for one in claims(operator, before, result, args)}
+    against = "float64" if formula(operator) else "the torch twin"
+    assert all(found["holds"] for found in judged.values()), f"{operator}: {judged}"
+    return {"against": against, "claims": judged}

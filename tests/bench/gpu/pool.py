@@ -1,0 +1,145 @@
+"""Runs the items of a section in processes of their own.
+
+A fault on the device (an illegal address, say) spoils its process for good, and a kernel that hangs
+cannot be interrupted: such a process is ended and replaced, and the next item goes on in a new one.
+"""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tests.bench.gpu.plan import Clock, Outcome, Section
+
+Run = Callable[[str, str], Any]  # (section, item) -> result, JSON-able
+
+
+class Worker:
+    """One process. `item`: what it works on, until `deadline`."""
+
+    def __init__(self, prepare: Callable[[], Run]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, far_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(far_end, prepare), daemon=True)
+        self.process.start()
+        far_end.close()
+        self.item = ""
+        self.deadline = 0.0
+
+    def begin(self, section: Section, item: str, latest: float) -> None:
+        self.item, self.deadline = item, min(time.monotonic() + section.patience, latest)
+        self.pipe.send((section.name, item))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Pool:
+    """Workers that live from one section to the next; `prepare` runs first in each of them."""
+
+    def __init__(self, prepare: Callable[[], Run]) -> None:
+        self._prepare = prepare
+        self._idle: list[Worker] = []
+
+    def run(self, section: Section, clock: Clock) -> Outcome:
+        """Every item of the section that the time allows."""
+        outcome, begin = Outcome(), time.monotonic()
+        latest = clock.section_end(section)
+        waiting, busy = list(section.items), list[Worker]()
+        self._keep(section.workers)
+        while waiting or busy:
+            while waiting and len(busy) < section.workers:
+                if time.monotonic() >= latest:
+                    outcome.skipped += waiting
+                    waiting = []
+                    break
+                worker = self._idle.pop() if self._idle else Worker(self._prepare)
+                worker.begin(section, waiting.pop(0), latest + section.patience / 2)
+                busy.append(worker)
+            busy = self._collect(busy, outcome)
+        outcome.seconds = round(time.monotonic() - begin, 2)
+        return outcome
+
+    def close(self) -> None:
+        self._keep(0)
+
+    def _keep(self, count: int) -> None:
+        while len(self._idle) > count:
+            self._idle.pop().end()
+
+    def _collect(self, busy: list[Worker], outcome: Outcome) -> list[Worker]:
+        """Waits for news; returns who is still at work."""
+        if not busy:
+            return busy
+        left = min(worker.deadline for worker in busy) - time.monotonic()
+        ready = wait([worker.pipe for worker in busy], timeout=max(0.0, left))
+        still: list[Worker] = []
+        for worker in busy:
+            if worker.pipe in ready:
+                self._note(worker, outcome)
+            elif time.monotonic() >= worker.deadline:
+                outcome.failed[worker.item] = "ended: no result within its time"
+                worker.end()
+            else:
+                still.append(worker)
+        return still
+
+    def _note(self, worker: Worker, outcome: Outcome) -> None:
+        try:
+            result, failure, healthy = worker.pipe.recv()
+        except EOFError:
+            worker.process.join()
+            outcome.failed[worker.item] = f"its process ended: {worker.process.exitcode}"
+            worker.end()
+            return
+        if failure:
+            outcome.failed[worker.item] = failure
+        else:
+            outcome.results[worker.item] = result
+        if healthy:
+            self._idle.append(worker)
+        else:
+            worker.end()
+
+
+def run_here(section: Section, clock: Clock, run: Run) -> Outcome:
+    """The same in this process: for machines where nothing can be spoiled."""
+    outcome, begin = Outcome(), time.monotonic()
+    latest = clock.section_end(section)
+    for item in section.items:
+        if time.monotonic() >= latest:
+            outcome.skipped.append(item)
+            continue
+        try:
+            outcome.results[item] = run(section.name, item)
+        except Exception:
+            outcome.failed[item] = traceback.format_exc()
+    outcome.seconds = round(time.monotonic() - begin, 2)
+    return outcome
+
+
+def _serve(pipe: Connection, prepare: Callable[[], Run]) -> None:
+    # The parent's threads would be as many again in each of its workers.
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    run: Run | None = None
+    while True:
+        try:
+            section, item = pipe.recv()
+        except EOFError:
+            return
+        try:
+            run = run or prepare()
+            pipe.send((run(section, item), "", True))
+        except Exception as error:
+            pipe.send((None, traceback.format_exc(), not _is_fault(error)))
+
+
+def _is_fault(error: Exception) -> bool:
+    """Whether the device context may be lost."""
+    text = str(error).lower()
+    return "cuda" in text or "out of memory" in text or "device-side" in text
