@@ -23,6 +23,8 @@ ATTN_RES_SOURCES = 9
 DECODE_ROWS, PREFILL_ROWS = 64, 4096
 
 Phase = Literal["decode", "prefill"]
+# Rows of an operator that does the same in both.
+PHASES: tuple[tuple[Phase, int], ...] = (("decode", DECODE_ROWS), ("prefill", PREFILL_ROWS))
 
 
 class Make:

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 
 from expertmesh.kernels.cases import (
-    DECODE_ROWS,
     HEAD_DIM,
     HEADS,
     HIDDEN,
-    PREFILL_ROWS,
+    PHASES,
     Case,
     Make,
     Phase,
@@ -25,8 +24,9 @@ def rms_norm_work(rows: int, width: int, itemsize: int) -> Work:
 
 
 def gated_rms_norm_work(rows: int, width: int, itemsize: int) -> Work:
-    """x float32, gate and result of `itemsize`; the sigmoid counts four operations."""
-    return Work(rows * width * (4 + 2 * itemsize) + 4 * width, 9 * rows * width)
+    """x, gate and result of `itemsize`, the weight float32 and read once; the sigmoid counts four
+    operations."""
+    return Work(3 * itemsize * rows * width + 4 * width, 9 * rows * width)
 
 
 def _rms_norm(phase: Phase, rows: int) -> Case:
@@ -37,18 +37,19 @@ def _rms_norm(phase: Phase, rows: int) -> Case:
 
 
 def _gated_rms_norm(phase: Phase, rows: int) -> Case:
-    shape = rows, HEADS, HEAD_DIM
-
     def arguments(make: Make) -> tuple[Any, ...]:
-        weight_D = make.randn(HEAD_DIM, dtype=torch.float32)
-        return make.randn(*shape, dtype=torch.float32), weight_D, make.randn(*shape), EPS
+        # The gate is a slice of the product that all of a KDA layer's projections make together.
+        gate_THD = make.randn(rows, 2 * HEADS * HEAD_DIM)[:, HEADS * HEAD_DIM :]
+        x_THD, weight_D = (
+            make.randn(rows, HEADS, HEAD_DIM),
+            make.randn(HEAD_DIM, dtype=torch.float32),
+        )
+        return x_THD, weight_D, gate_THD.view(rows, HEADS, HEAD_DIM), EPS
 
     work = gated_rms_norm_work(rows * HEADS, HEAD_DIM, 2)
     return Case("gated_rms_norm", phase, f"{rows} rows", arguments, work)
 
 
 CASES = [
-    make_case(phase, rows)
-    for make_case in (_rms_norm, _gated_rms_norm)
-    for phase, rows in (("decode", DECODE_ROWS), ("prefill", PREFILL_ROWS))
+    make_case(phase, rows) for make_case in (_rms_norm, _gated_rms_norm) for phase, rows in PHASES
 ]

@@ -22,7 +22,8 @@ def mxfp4_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float
             unit = math.nan if b == 255 else 2.0 ** (b - 127)
             values.append(math.copysign(CODES[code & 7], -1.0 if code & 8 else 1.0) * unit)
         out.append(values)
-    return torch.tensor(out, dtype=torch.float64).float().to(dtype).reshape(*packed.shape[:-1], -1)
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    return torch.tensor(out, dtype=torch.float64).float().to(dtype).reshape(shape)
 
 
 def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,18 +61,21 @@ def _nearest_code(x: float) -> int:
 
 
 FP8_PEAK = 448.0  # largest E4M3 value
+FP8_SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
 
 
 def fp8_encode(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """One scale per row, peak / 448; the quotient rounds to E4M3, ties to even.
 
-    Returns (codes uint8 [T, D], scale float32 [T, 1]); a zero row has scale 1.
+    Returns (codes uint8 [T, D], scale float32 [T, 1]); a zero row has scale 1, no other one a
+    subnormal scale.
     """
     codes = torch.empty(x_TD.shape, dtype=torch.uint8)
     scale = torch.empty(x_TD.shape[0], 1, dtype=torch.float32)
     for t, row in enumerate(x_TD.float()):
         peak = float(row.abs().max()) if row.numel() else 0.0
-        scale[t] = torch.tensor(peak, dtype=torch.float32) / FP8_PEAK if peak else 1.0
+        ratio = float(torch.tensor(peak, dtype=torch.float32) / FP8_PEAK)
+        scale[t] = (FP8_SMALLEST_SCALE if ratio < FP8_SMALLEST_SCALE else ratio) if peak else 1.0
         codes[t] = (row / scale[t]).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes, scale
 

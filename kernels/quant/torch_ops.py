@@ -97,16 +97,21 @@ def _nearest_codes(scaled: Tensor) -> Tensor:
 
 
 FP8_PEAK = 448.0  # largest E4M3 value
+# The smallest normal float32. Below it a scale would lose the digits that keep quotients under 448,
+# and E4M3 has no infinity: what is larger becomes NaN.
+FP8_SMALLEST_SCALE = 2.0**-126
 
 
 def fp8_encode(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as E4M3 codes with one scale each: (uint8 [T, D], scale float32 [T, 1]).
 
-    A zero row keeps scale 1. Codes are uint8 because neither gloo nor NCCL moves float8.
+    A zero row keeps scale 1; a row with a NaN or an infinity is not finite when decoded. Codes are
+    uint8 because neither gloo nor NCCL moves float8.
     """
     x32_TD = x_TD.float()
-    scale_T1 = x32_TD.abs().amax(1, keepdim=True).div_(FP8_PEAK)
-    scale_T1.masked_fill_(scale_T1 == 0, 1.0)
+    peak_T1 = x32_TD.abs().amax(1, keepdim=True)
+    scale_T1 = peak_T1.div(FP8_PEAK).clamp_(min=FP8_SMALLEST_SCALE)
+    scale_T1.masked_fill_(peak_T1 == 0, 1.0)
     return (x32_TD / scale_T1).to(torch.float8_e4m3fn).view(torch.uint8), scale_T1
 
 
