@@ -1,20 +1,21 @@
-"""The batch of one step: what the engine plans and the model runs.
+"""The batch of one step: what the engine plans, and the tensors that the model reads of it.
 
 Rows are tokens. Decode spans come first, one row each (rows 0..D-1); prefill spans follow.
 A span never mixes the two: prompt tokens always take the prefill path and generated tokens the
 decode path, which is what makes a replay after preemption bit-exact.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from expertmesh.kernels.mla.plan import DecodePlan, plan_decode
+from expertmesh.kernels.mla.types import MlaSpan
 
 PAGE_TOKENS = 64
+NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,35 +61,46 @@ class Batch:
     def prefill_spans(self) -> list[Span]:
         return [span for span in self.spans if not span.decode]
 
-    @cached_property
-    def cache_rows_T(self) -> Tensor:
-        if not self.spans:  # a replica that joins a step without work
-            return torch.empty(0, dtype=torch.int64)
-        return torch.from_numpy(np.concatenate([span.cache_rows() for span in self.spans]))
+    @property
+    def is_decode(self) -> bool:
+        """Nothing but decode rows, and at least one."""
+        return bool(self.spans) and self.spans[-1].decode
 
-    @cached_property
-    def slots_D(self) -> Tensor:
-        return torch.tensor([span.slot for span in self.decode_spans], dtype=torch.int64)
+    @property
+    def most_pages(self) -> int:
+        """Pages of the longest decode row."""
+        return max((_used(span) for span in self.decode_spans), default=0)
 
-    @cached_property
-    def lengths_D(self) -> Tensor:
-        """Context length of each decode row, the new token included."""
-        return torch.tensor([span.position + 1 for span in self.decode_spans], dtype=torch.int64)
+    def words(self, rows: int, decode: int, pages: int, spare_row: int) -> "Words":
+        """Every index of the batch in one array, padded to `rows` rows, `decode` of them decode
+        rows with `pages` entries in the page table. A padding row has token 0, no slot, no
+        context, and writes its latents to `spare_row` of the cache.
 
-    @cached_property
-    def page_table_DN(self) -> Tensor:
-        """Pages of each decode row; padding repeats page 0 of the row and is masked by length."""
-        used = [span.position // PAGE_TOKENS + 1 for span in self.decode_spans]
-        table = np.empty((len(used), max(used, default=0)), dtype=np.int64)
-        for row, (count, span) in enumerate(zip(used, self.decode_spans, strict=True)):
-            table[row, :count] = span.pages[:count]
-            table[row, count:] = span.pages[0]
-        return torch.from_numpy(table)
-
-    @cached_property
-    def decode_plan(self) -> DecodePlan:
-        """Which cache rows the decode spans read: worked out once for all MLA layers."""
-        return plan_decode(self.page_table_DN, self.lengths_D)
+        A padding entry of the table repeats the row's page 0 and is masked by its length.
+        """
+        prefill = self.prefill_spans
+        sizes = [rows, rows, decode, decode, decode * pages, len(self.logit_rows_R)]
+        sizes += [len(span.pages) for span in prefill]
+        ends = np.cumsum(sizes)
+        flat = np.empty(int(ends[-1]), np.int64)
+        tokens, cache_rows, slots, lengths, table, logit_rows, *lists = np.split(flat, ends[:-1])
+        own, spans = self.rows, self.decode_spans
+        tokens[:own], tokens[own:] = self.token_ids_T.numpy(), 0
+        cache_rows[own:] = spare_row
+        if self.spans:
+            np.concatenate([span.cache_rows() for span in self.spans], out=cache_rows[:own])
+        slots[len(spans) :], lengths[len(spans) :] = NO_SLOT, 0
+        table_DN = table.reshape(decode, pages)
+        table_DN[len(spans) :] = 0
+        for row, span in enumerate(spans):
+            used = _used(span)
+            slots[row], lengths[row] = span.slot, span.position + 1
+            table_DN[row, :used] = span.pages[:used]
+            table_DN[row, used:] = span.pages[0]
+        logit_rows[:] = self.logit_rows_R.numpy()
+        for entries, span in zip(lists, prefill, strict=True):
+            entries[:] = span.pages
+        return Words(flat, sizes, decode)
 
     def split(self) -> tuple["Batch", "Batch"] | None:
         """Two halves with about as many rows each, for two micro-batches in flight.
@@ -111,3 +123,66 @@ class Batch:
         ]
         right = Batch(self.token_ids_T[taken:], right_spans, wanted[wanted >= taken] - taken)
         return left, right
+
+
+def _used(span: Span) -> int:
+    return span.position // PAGE_TOKENS + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A batch as one int64 array, its parts back to back. sizes: of the parts, in order."""
+
+    flat: np.ndarray
+    sizes: list[int]
+    decode: int
+
+    @property
+    def fixed(self) -> int:
+        """How many come first whose number depends on the padded sizes alone: all but the wanted
+        logits and the prompts' pages."""
+        return sum(self.sizes[:5])
+
+    def inputs(self, words: Tensor, prefill: Sequence[Span] = ()) -> "Inputs":
+        """The parts of `words`, which holds this array on some device."""
+        tokens, cache_rows, slots, lengths, table, logit_rows, *pages = words.split(self.sizes)
+        return Inputs(
+            tokens,
+            cache_rows,
+            slots,
+            lengths,
+            table.view(self.decode, -1) if self.decode else table.view(0, 0),
+            logit_rows,
+            [(s.slot, s.row, s.row + s.length, s.position) for s in prefill],
+            [
+                MlaSpan(s.row, s.row + s.length, s.position, listed)
+                for s, listed in zip(prefill, pages, strict=True)
+            ],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the model reads of a batch, on its device; all int64. T rows, the first D of them decode
+    rows, R rows whose logits are wanted, N pages of the longest decode row.
+
+    cache_rows_T: where a row's latents are written. lengths_D: context of a decode row, the new
+    token included. kda_spans: (slot, first row, end row, position) of each prompt piece.
+    """
+
+    token_ids_T: Tensor
+    cache_rows_T: Tensor
+    slots_D: Tensor
+    lengths_D: Tensor
+    page_table_DN: Tensor
+    logit_rows_R: Tensor
+    kda_spans: list[tuple[int, int, int, int]]
+    mla_spans: list[MlaSpan]
+
+    @property
+    def rows(self) -> int:
+        return self.token_ids_T.shape[0]
+
+    @property
+    def decode(self) -> int:
+        return self.slots_D.shape[0]

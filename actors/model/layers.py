@@ -5,15 +5,15 @@ r rope dim. Equations: k3-model.md section 2. Linear layers that read the same i
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from expertmesh.actors.model.batch import Batch
+from expertmesh.actors.model.batch import Inputs
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.kernels.latent_moe.torch_ops import Glu
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
-from expertmesh.kernels.mla.torch_ops import MlaSpan
 from expertmesh.kernels.registry import Kernels
 
 # The published code builds both LoRA norms of MLA with its class default, not rms_norm_eps.
@@ -59,8 +59,8 @@ class Kda:
         self.w_norm = f32("o_norm.weight")
         self.out = pack(read("o_proj.weight"))
 
-    def __call__(self, x_TH: Tensor, batch: Batch, conv: Tensor, state: Tensor) -> Tensor:
-        rows, decode = x_TH.shape[0], len(batch.decode_spans)
+    def __call__(self, x_TH: Tensor, inputs: Inputs, conv: Tensor, state: Tensor) -> Tensor:
+        rows, decode = x_TH.shape[0], inputs.decode
         qkv, gate, decay, beta = torch.split(self.project(x_TH), self.widths, dim=1)
         z_THD = self.decay_up(decay).view(rows, self.heads, self.dim)
         if self.gate_up is not None:
@@ -74,17 +74,16 @@ class Kda:
             state,
         )
         if decode == rows:
-            o_THD = self.kernels.kda_decode(qkv, z_THD, beta, *constants, batch.slots_D)
+            o_THD = self.kernels.kda_decode(qkv, z_THD, beta, *constants, inputs.slots_D)
         else:
             o_THD = x_TH.new_zeros(rows, self.heads, self.dim, dtype=torch.float32)
             if decode:
                 d = decode
                 o_THD[:d] = self.kernels.kda_decode(
-                    qkv[:d], z_THD[:d], beta[:d], *constants, batch.slots_D
+                    qkv[:d], z_THD[:d], beta[:d], *constants, inputs.slots_D
                 )
-            if batch.prefill_spans:
-                spans = [(s.slot, s.row, s.row + s.length, s.position) for s in batch.prefill_spans]
-                o_THD += self.kernels.kda_prefill(qkv, z_THD, beta, *constants, spans)
+            if inputs.kda_spans:
+                o_THD += self.kernels.kda_prefill(qkv, z_THD, beta, *constants, inputs.kda_spans)
         gate_THD = gate.view(rows, self.heads, self.dim)
         o_THD = self.kernels.gated_rms_norm(o_THD.to(x_TH.dtype), self.w_norm, gate_THD, self.eps)
         # The norm's weight is fp32 in the checkpoint and lifts the product to fp32.
@@ -121,45 +120,42 @@ class Mla:
         self.w_v_HvR = kv_b[:, self.nope :].contiguous()
         self.out = pack(read("o_proj.weight"))
 
-    def __call__(self, x_TH: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        rows, decode, norm = x_TH.shape[0], len(batch.decode_spans), self.kernels.rms_norm
+    def __call__(self, x_TH: Tensor, inputs: Inputs, plan: Any, cache: Tensor) -> Tensor:
+        """plan: what `mla_plan` has made of the decode rows, for all layers of the step."""
+        rows, decode, norm = x_TH.shape[0], inputs.decode, self.kernels.rms_norm
         q, kv, *gate = torch.split(self.project(x_TH), self.widths, dim=1)
         if self.q_up is not None:
             q = self.q_up(norm(q, self.q_norm, LORA_NORM_EPS))
         q_n, q_r = torch.split(q.view(rows, self.heads, -1), [self.nope, self.rope], dim=2)
         latent, k_rope = torch.split(kv, [self.rank, self.rope], dim=1)
         row = torch.cat([norm(latent, self.kv_norm, LORA_NORM_EPS), k_rope], dim=1)
-        cache.index_copy_(0, batch.cache_rows_T, row[: batch.rows])
+        cache.index_copy_(0, inputs.cache_rows_T, row[: inputs.rows])
         out_THv = x_TH.new_zeros(rows, self.heads, self.v)
         if decode:
-            out_THv[:decode] = self._decode(q_n, q_r, batch, cache)
-        if batch.prefill_spans:
-            spans = [
-                MlaSpan(s.row, s.row + s.length, s.position, torch.tensor(s.pages))
-                for s in batch.prefill_spans
-            ]
+            out_THv[:decode] = self._decode(q_n, q_r, inputs, plan, cache)
+        if inputs.mla_spans:
             prefill_THv = self.kernels.mla_prefill(
-                q_n, q_r, cache, self.w_k_HdR, self.w_v_HvR, spans, self.scale
+                q_n, q_r, cache, self.w_k_HdR, self.w_v_HvR, inputs.mla_spans, self.scale
             )
-            out_THv[decode : batch.rows] = prefill_THv[decode : batch.rows]
+            out_THv[decode : inputs.rows] = prefill_THv[decode : inputs.rows]
         out = out_THv.view(rows, -1)
         if gate:
             out = self.kernels.output_gate(out, gate[0])
         return self.out(out)
 
-    def _decode(self, q_n: Tensor, q_r: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+    def _decode(self, q_n: Tensor, q_r: Tensor, inputs: Inputs, plan: Any, cache: Tensor) -> Tensor:
         """Absorbed form: scores against the latents themselves. -> [D, H, v]."""
-        count = len(batch.decode_spans)
+        count = inputs.decode
         padded = max(count, MIN_ROWS)  # rows beyond `count` are computed and dropped
         q_HBR = torch.bmm(q_n[:padded].transpose(0, 1), self.w_k_HdR)
         o_BHR = self.kernels.mla_decode(
             q_HBR[:, :count].transpose(0, 1),
             q_r[:count],
             cache,
-            batch.page_table_DN,
-            batch.lengths_D,
+            inputs.page_table_DN,
+            inputs.lengths_D,
             self.scale,
-            batch.decode_plan,
+            plan,
         )
         if count < padded:
             o_BHR = torch.cat([o_BHR, o_BHR.new_zeros(padded - count, *o_BHR.shape[1:])])

@@ -9,22 +9,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.actors.exchange.base import Exchange
 from expertmesh.actors.experts.bank import glu_of
 from expertmesh.actors.model.batch import Batch
 from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.forward import EagerRunner, Runner, Sending
 from expertmesh.actors.model.layers import Gated, Kda, Mla, Router
-from expertmesh.actors.model.residual import (
-    AttnResWeights,
-    BlockResidual,
-    PlainResidual,
-    Residual,
-)
+from expertmesh.actors.model.residual import AttnResWeights
+from expertmesh.actors.model.upload import Uploads, uploads_for
 from expertmesh.actors.state.model_state import ModelState
-from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 from expertmesh.kernels.registry import Kernels
 
 
@@ -92,9 +87,13 @@ class Model:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        uploads: Uploads | None = None,
     ) -> None:
+        """uploads: how index tensors get to the device; by default what the device takes."""
         self.config, self.kernels = config, kernels
         self.dtype, self.device = dtype, torch.device(device)
+        self.uploads = uploads or uploads_for(self.device)
+        self.runner: Runner = EagerRunner(self, self.uploads)
 
         def read(name: str) -> Tensor:
             return source.tensor(name).to(self.device, dtype, copy=True)
@@ -172,56 +171,21 @@ class Model:
         trace: RoutingTrace | None,
         micro: int,
     ) -> Generator[None, None, Tensor]:
-        """The layer loop; pauses between each dispatch and its combine."""
-        config, eps = self.config, self.config.rms_norm_eps
-        residual = self._embed(batch)
-        for i in range(config.num_layers):
-            attention, ffn = self.attention[i], self.ffn[i]
-            x_TH = residual.attention_input(i, self.norms[i][0], eps)
-            at = self.state_index[i]
-            if isinstance(attention, Kda):
-                residual.add_attention(attention(x_TH, batch, state.conv[at], state.kda[at]))
-            else:
-                residual.add_attention(attention(x_TH, batch, state.latents[at]))
-            x_TH = residual.ffn_input(i, self.norms[i][1], eps)
-            if isinstance(ffn, Gated):
-                residual.add_ffn(ffn(x_TH))
-                continue
-            n = batch.rows
-            ids_TK, weights_TK = ffn.router(x_TH)
-            z_TD = ffn.latent(x_TH)
-            pending = exchange.dispatch(i, z_TD[:n], ids_TK[:n], weights_TK[:n], micro)
+        """Drives one pass; pauses between each dispatch and its combine."""
+        run = self.runner.begin(batch, state, micro)
+        made = run.advance(None)
+        while isinstance(made, Sending):
+            pending = exchange.dispatch(made.layer, made.z_TD, made.ids_TK, made.weights_TK, micro)
             if trace is not None:
-                trace.layers[i] = ids_TK[:n].sort(dim=1).values
-            shared_TH = None if ffn.shared is None else ffn.shared(x_TH)
+                trace.layers[made.layer] = made.ids_TK.sort(dim=1).values
+            run.share()
             yield
-            routed_TD = _pad_rows(exchange.combine(pending), x_TH.shape[0])
-            residual.add_ffn(ffn.finish(routed_TD, x_TH, shared_TH))
-        last_RH = residual.output()[_padded_index(batch.logit_rows_R)]
-        logits_RV = self.head(self.kernels.rms_norm(last_RH, self.w_norm, eps)).float()
-        return logits_RV[: batch.logit_rows_R.shape[0]]
-
-    def _embed(self, batch: Batch) -> Residual:
-        x_TH = _pad_rows(F.embedding(batch.token_ids_T.to(self.device), self.w_embed), MIN_ROWS)
-        if self.attn_res is None:
-            return PlainResidual(x_TH, self.kernels)
-        return BlockResidual(x_TH, self.attn_res, self.kernels)
+            made = run.advance(exchange.combine(pending))
+        return made
 
 
 def _below(read: Callable[[str], Tensor], prefix: str) -> Callable[[str], Tensor]:
     return lambda name: read(prefix + name)
-
-
-def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Zero rows up to at least `rows`."""
-    missing = rows - x.shape[0]
-    return x if missing <= 0 else F.pad(x, (0, 0, 0, missing))
-
-
-def _padded_index(rows_R: Tensor) -> Tensor:
-    """Repeats row 0 so that the head's matmul has at least MIN_ROWS rows."""
-    missing = MIN_ROWS - rows_R.shape[0]
-    return rows_R if missing <= 0 else F.pad(rows_R, (0, missing))
 
 
 def _run(stages: Generator[None, None, Tensor]) -> Tensor:

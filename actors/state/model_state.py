@@ -24,7 +24,11 @@ def bytes_per_slot(config: ModelConfig, dtype: torch.dtype) -> int:
 
 class ModelState:
     """latents [mla layers, pages * 64, R + r]; kda [kda layers, slots, H, Dk, Dv] fp32;
-    conv [kda layers, slots, W - 1, 3 * H * D]. A page is 64 tokens; row = page * 64 + offset."""
+    conv [kda layers, slots, W - 1, 3 * H * D]. A page is 64 tokens; row = page * 64 + offset.
+
+    caches: the latents with one more page behind the last, which belongs to nobody and is never
+    read: rows that only pad a batch write to `spare_row` in it.
+    """
 
     def __init__(
         self,
@@ -38,7 +42,11 @@ class ModelState:
         kda, mla = len(config.kda_layers), config.num_layers - len(config.kda_layers)
         rank = config.kv_lora_rank + config.qk_rope_head_dim
         self.pages, self.slots = pages, slots
-        self.latents = torch.zeros(mla, pages * PAGE_TOKENS, rank, dtype=dtype, device=device)
+        self.spare_row = pages * PAGE_TOKENS
+        self.caches = torch.zeros(
+            mla, self.spare_row + PAGE_TOKENS, rank, dtype=dtype, device=device
+        )
+        self.latents = self.caches[:, : self.spare_row]
         self.kda = torch.zeros(kda, slots, heads, width, width, dtype=torch.float32, device=device)
         self.conv = torch.zeros(
             kda, slots, config.conv_kernel - 1, 3 * heads * width, dtype=dtype, device=device

@@ -1,0 +1,145 @@
+"""Small arrays from the host to the device that computes, many in one copy, nobody waiting."""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGN = 16
+SMALLEST = 1 << 16
+# Copies that may be on their way or in use at a time: those of one step, and of the one before.
+SLOTS = 8
+DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.float32): torch.float32,
+}
+
+
+class Uploads(Protocol):
+    def send(self, *arrays: np.ndarray) -> list[Tensor]:
+        """The arrays as tensors on the device, same dtypes and shapes.
+
+        They are good for this step: a later one may write over them.
+        """
+        ...
+
+
+class HostUploads:
+    """The device is the host: the tensors share the arrays' memory."""
+
+    def send(self, *arrays: np.ndarray) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+
+class Lanes(Protocol):
+    """The stream that computes, and one beside it for copies."""
+
+    def memory(self, size: int) -> tuple[Tensor, Tensor]:
+        """uint8 [size] twice: on the host, page-locked, and on the device."""
+        ...
+
+    def mark(self) -> Any:
+        """A point that computing passes once it has done all that was asked for so far."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
+        """Copies beside the computing, not before mark `after` (None: at once); what is asked of
+        the computing stream from now on waits for it. Returns the mark of the copy's end."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Blocks the host until `mark` has been passed."""
+        ...
+
+
+class PinnedUploads:
+    """All arrays of a call travel as one copy out of page-locked memory on a side stream.
+
+    Memory comes from a ring of SLOTS. A copy waits on the device until all that was asked for
+    before the previous call is done: by then nobody reads what the slot held before, provided that
+    a step makes fewer than SLOTS - 1 calls. The host waits for a slot's last copy alone, which has
+    ended long ago.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._ring: list[_Slot | None] = [None] * SLOTS
+        self._calls = 0
+        self._before: Any = None
+
+    def send(self, *arrays: np.ndarray) -> list[Tensor]:
+        ends = np.cumsum([_aligned(array.nbytes) for array in arrays]).tolist()
+        slot = self._slot(ends[-1])
+        host = slot.host.numpy()
+        starts = [0, *ends[:-1]]
+        for start, array in zip(starts, arrays, strict=True):
+            flat = np.ascontiguousarray(array).reshape(-1)
+            host[start : start + array.nbytes] = flat.view(np.uint8)
+        size = ends[-1]
+        before, self._before = self._before, self._lanes.mark()
+        slot.copied = self._lanes.copy(slot.device[:size], slot.host[:size], before)
+        return [
+            slot.device[start : start + array.nbytes].view(DTYPES[array.dtype]).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+    def _slot(self, size: int) -> "_Slot":
+        at = self._calls % SLOTS
+        self._calls += 1
+        slot = self._ring[at]
+        if slot is not None:
+            self._lanes.wait(slot.copied)
+        if slot is None or slot.host.numel() < size:
+            grown = SMALLEST
+            while grown < size:
+                grown *= 2
+            # The old memory may still be read; the allocators keep it until then.
+            slot = self._ring[at] = _Slot(*self._lanes.memory(grown))
+        return slot
+
+
+class _Slot:
+    __slots__ = ("copied", "device", "host")
+
+    def __init__(self, host: Tensor, device: Tensor) -> None:
+        self.host, self.device, self.copied = host, device, None
+
+
+class CudaLanes:
+    """Never run where this was written: there is no GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def memory(self, size: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return host, torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
+        computing = torch.cuda.current_stream(self._device)
+        if after is not None:
+            self._side.wait_event(after)
+        with torch.cuda.stream(self._side):
+            target.copy_(source, non_blocking=True)
+            done = self._side.record_event()
+        computing.wait_event(done)
+        return done
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+
+def uploads_for(device: torch.device) -> Uploads:
+    return PinnedUploads(CudaLanes(device)) if device.type == "cuda" else HostUploads()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
