@@ -1,15 +1,18 @@
 """Linear with the weight laid out once, at load, the way its matmul reads it.
 
-At decode sizes (4 to 16 rows) the BLAS packs the weight anew on every call, which costs more than
-the product. Measured on 2048 x 1024 fp32, 4 rows: 0.78 ms as stored, 0.38 ms prepacked by oneDNN;
-on 512 x 256: 0.10 against 0.06 ms with the transpose kept contiguous. oneDNN has a fixed cost of
-about 25 us a call, so small weights take the transpose.
+On a CPU, float32 weights that float16 can hold are kept in it (half.py). For all others: at decode
+sizes (4 to 16 rows) the BLAS packs the weight anew on every call, which costs more than the
+product. Measured on 2048 x 1024 fp32, 4 rows: 0.78 ms as stored, 0.38 ms prepacked by oneDNN; on
+512 x 256: 0.10 against 0.06 ms with the transpose kept contiguous. oneDNN has a fixed cost of about
+25 us a call, so small weights take the transpose.
 
-Both give a row the same bits for any number of rows from 4 up.
+All give a row the same bits for any number of rows from 4 up.
 """
 
 import torch
 from torch import Tensor
+
+from expertmesh.kernels.linear.half import to_half
 
 PREPACK_ELEMENTS = 1 << 18
 # A matmul with 1 row, or with 2 or 3, uses other CPU kernels than one with 4 or more, and their
@@ -29,18 +32,23 @@ def lay_out(weight_NK: Tensor) -> Tensor:
 class PackedLinear:
     """x_TK -> x Wᵀ [T, N], in x's dtype (the weight's)."""
 
-    __slots__ = ("_packed", "_weight_KN", "width")
+    __slots__ = ("_half", "_packed", "_weight_KN", "width")
 
     def __init__(self, weight_NK: Tensor) -> None:
         self.width = weight_NK.shape[0]
         self._packed: Tensor | None = None
         self._weight_KN: Tensor | None = None
+        self._half = to_half(weight_NK)
+        if self._half is not None:
+            return
         if _worth_prepacking(weight_NK):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), MIN_ROWS)
         else:
             self._weight_KN = lay_out(weight_NK).t()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
+        if self._half is not None:
+            return self._half(x_TK)
         if self._weight_KN is not None:
             return torch.mm(x_TK, self._weight_KN)
         return torch.ops.mkldnn._linear_pointwise(x_TK, self._packed, None, "none", [], "")
