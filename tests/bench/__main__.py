@@ -16,6 +16,7 @@ NAMES = (
     "replicas",
     "ledger",
     "masks",
+    "compare",
 )
 
 
