@@ -124,7 +124,10 @@ class AttentionActor:
                 names += source.names_for_experts(layer, ids)
         self._total, self._open = source.nbytes(names), opened
         dtype, device = opened.dtype, opened.device
-        self._model = Model(config, opened.kernels, source, dtype=dtype, device=device)
+        self._model = Model(
+            config, opened.kernels, source,
+            dtype=dtype, device=device, graphs=self._settings.graphs,
+        )  # fmt: skip
         self._counts = RoutingCounts(
             config.moe_layers, config.num_experts, config.experts_per_token, device
         )
@@ -174,6 +177,7 @@ class AttentionActor:
             dtype=self._model.dtype,
             device=self._model.device,
             on_wake=self._wake,
+            kernels=self._model.kernels,
         )
 
     async def discard(self, epoch: int) -> None:

@@ -32,7 +32,8 @@ from expertmesh.actors.exchange.replicas import ReplicaChoice
 from expertmesh.actors.exchange.roster import Roster, Routing
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.exchange.versions import Choices, RoutingVersions
-from expertmesh.actors.exchange.wire import Frame, Round, to_float8
+from expertmesh.actors.exchange.wire import Frame, Round
+from expertmesh.kernels.registry import Kernels, load_kernels
 
 
 @dataclass(slots=True)
@@ -88,14 +89,17 @@ class MeshExchange:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         on_wake: Callable[[], None] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """Meets the other ranks of the epoch; raises ExchangeError when they do not come.
 
         host: the address other ranks reach this process at. dtype: what the model computes in.
-        on_wake: called from another thread when `peer_waiting` may have become true. Raises
-        ValueError for a roster in which no actor holds some expert.
+        on_wake: called from another thread when `peer_waiting` may have become true. kernels: who
+        encodes float8 latents; by default what "auto" takes. Raises ValueError for a roster in
+        which no actor holds some expert.
         """
         self.device = torch.device(device)
+        self._fp8_encode = (kernels or load_kernels(device_type=self.device.type)).fp8_encode
         self.roster, self._max_rows = roster, settings.max_rows
         self._versions = RoutingVersions(roster, num_experts)
         self._announced = self.version = roster.version
@@ -275,7 +279,7 @@ class MeshExchange:
         capacity = step.plan.capacity
         scale: tuple[Tensor, ...] = ()
         if self._dtype == torch.uint8:
-            z_TD, scale_T1 = to_float8(z_TD)
+            z_TD, scale_T1 = self._fp8_encode(z_TD)
             scale = (scale_T1,)
         elif z_TD.dtype != self._dtype:
             z_TD = z_TD.to(self._dtype)

@@ -16,8 +16,9 @@ from expertmesh.actors.exchange.opening import Opening, StepPlan
 from expertmesh.actors.exchange.process_group import Groups, Where
 from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.settings import ExchangeSettings
-from expertmesh.actors.exchange.wire import Frame, Round, from_float8
+from expertmesh.actors.exchange.wire import Frame, Round
 from expertmesh.actors.process import yield_to_sender
+from expertmesh.kernels.registry import Kernels, load_kernels
 
 
 @dataclass(slots=True)
@@ -44,9 +45,12 @@ class MeshServer:
         dtype: torch.dtype,
         host: str,
         device: torch.device | str = "cpu",
+        kernels: Kernels | None = None,
     ) -> None:
-        """Meets the other ranks; raises ExchangeError. dtype: what the bank computes in."""
+        """Meets the other ranks; raises ExchangeError. dtype: what the bank computes in. kernels:
+        who decodes float8 latents; by default what "auto" takes."""
         self.device = torch.device(device)
+        self._fp8_decode = (kernels or load_kernels(device_type=self.device.type)).fp8_decode
         self.roster, self.rank = roster, rank
         self._bank, self._dtype = bank, dtype
         self._max_rows = settings.max_rows
@@ -144,7 +148,7 @@ class MeshServer:
         merged = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
         z_TD, ids_TK, weights_TK = merged[:3]
         if len(merged) == 4:
-            z_TD = from_float8(z_TD, merged[3], self._dtype)
+            z_TD = self._fp8_decode(z_TD, merged[3], self._dtype)
         elif z_TD.dtype != self._dtype:
             z_TD = z_TD.to(self._dtype)
         return z_TD, ids_TK.long(), weights_TK

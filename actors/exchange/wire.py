@@ -15,7 +15,6 @@ from torch import Tensor
 HEADER_BYTES = 64
 ALIGN = 16
 MAGIC = 0x45584D32
-FLOAT8_MAX = 448.0
 # Views of messages up to this many rows are kept: decode steps ask for the same ones again.
 CACHED_VIEWS = 64
 
@@ -163,18 +162,6 @@ class Frame:
             made.append(part.view(rows, section.width))
             at += _aligned(size)
         return tuple(made)
-
-
-def to_float8(z_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 as uint8 [T, D], scale fp32 [T, 1]); a zero row keeps scale 1."""
-    z_TD = z_TD.float()
-    scale_T1 = z_TD.abs().amax(1, keepdim=True).div_(FLOAT8_MAX)
-    scale_T1 = torch.where(scale_T1 > 0, scale_T1, torch.ones_like(scale_T1))
-    return (z_TD / scale_T1).to(torch.float8_e4m3fn).view(torch.uint8), scale_T1
-
-
-def from_float8(z_TD: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    return (z_TD.view(torch.float8_e4m3fn).float() * scale_T1).to(dtype)
 
 
 def _aligned(size: int) -> int:

@@ -225,6 +225,7 @@ class ExpertActor:
             dtype=opened.dtype,
             host=self._address,
             device=opened.device,
+            kernels=opened.kernels,
         )
 
     def _model(self) -> OpenModel:

@@ -1,5 +1,6 @@
 """The mesh gives what one process gives, whatever the routing, sizes, layout and neighbours."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.mesh import MeshExchange
 from expertmesh.actors.exchange.settings import ExchangeSettings
+from expertmesh.kernels.registry import load_kernels
 from tests.actors.exchange.toy import Rows, Shape, ThreadMesh, in_threads
 
 LAYOUTS = ["direct", "exact", "padded"]
@@ -168,6 +170,27 @@ def test_narrow_dispatch_is_close(layout: str, dtype: str, limit: float) -> None
         for r in range(2):
             want = expected(mesh, shape, batches[r])
             assert (got[r] - want).abs().max() < limit * want.abs().max()
+
+
+def test_float8_rows_are_made_and_read_by_the_operators_given() -> None:
+    """With a coarser coding put in their place, that is what arrives."""
+    used: set[str] = set()
+
+    def encode(z_TD: Tensor) -> tuple[Tensor, Tensor]:
+        used.add("encode")
+        return (z_TD.sign() + 1).to(torch.uint8), torch.full((len(z_TD), 1), 0.5)
+
+    def decode(codes_TD: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
+        used.add("decode")
+        return (codes_TD.to(dtype) - 1) * scale_T1
+
+    kernels = replace(load_kernels(), fp8_encode=encode, fp8_decode=decode)
+    narrow = settings("direct", dispatch_dtype="float8")
+    with ThreadMesh(Shape(experts=1, settings=narrow, kernels=kernels)) as mesh:
+        z_TD, ids_TK, weights_TK = mesh.shape.rows(5)
+        [got] = step_of_all(mesh, mesh.shape, [(z_TD, ids_TK, weights_TK)])
+        want = expected(mesh, mesh.shape, (z_TD.sign() / 2, ids_TK, weights_TK))
+    assert torch.equal(got, want) and used == {"encode", "decode"}
 
 
 def test_a_row_does_not_depend_on_its_companions() -> None:

@@ -15,6 +15,7 @@ from expertmesh.actors.exchange.process_group import open_store
 from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.serve import MeshServer
 from expertmesh.actors.exchange.settings import ExchangeSettings
+from expertmesh.kernels.registry import Kernels
 
 HOST = "127.0.0.1"
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -74,6 +75,7 @@ class Shape:
     settings: ExchangeSettings = field(
         default_factory=lambda: ExchangeSettings(deadline_s=5.0, max_rows=64)
     )
+    kernels: Kernels | None = None
 
     def roster(self, store: tuple[str, int], epoch: int = 3) -> Roster:
         placed = self.placed or contiguous(self.layers, self.num_experts, self.experts)
@@ -84,7 +86,7 @@ class Shape:
     ) -> MeshExchange:
         return MeshExchange(
             roster, rank, self.settings, width=self.width, top_k=self.top_k,
-            num_experts=self.num_experts, host=HOST, on_wake=on_wake,
+            num_experts=self.num_experts, host=HOST, on_wake=on_wake, kernels=self.kernels,
         )  # fmt: skip
 
     def bank(self, roster: Roster, actor: int) -> ToyBank:
@@ -95,6 +97,7 @@ class Shape:
         return MeshServer(
             roster, roster.attention + actor, self.settings, bank or self.bank(roster, actor),
             width=self.width, top_k=self.top_k, dtype=torch.float32, host=HOST,
+            kernels=self.kernels,
         )  # fmt: skip
 
     def oracle(self, roster: Roster) -> LocalExchange:
