@@ -16,7 +16,7 @@ from expertmesh.kernels.latent_moe.tables import MXFP4, ExpertTable
 from expertmesh.kernels.latent_moe.triton_glu import betas, gated
 from expertmesh.kernels.latent_moe.triton_permute import Placement, place, weighted_sum
 from expertmesh.kernels.latent_moe.types import Experts, Glu
-from expertmesh.kernels.launch import blocks, interpreted, launch, power_of_two
+from expertmesh.kernels.launch import blocks, interpreted, launch, power_of_two, target
 
 
 @triton.jit
@@ -80,10 +80,7 @@ def _add_product(
             at = matrix.to(tl.pointer_type(tl.bfloat16)) + row * WIDTH + column
         else:
             at = matrix.to(tl.pointer_type(tl.float32)) + row * WIDTH + column
-        if WIDTH % DEPTH == 0:
-            b_w = tl.load(at)
-        else:
-            b_w = tl.load(at, mask=column < WIDTH, other=0.0)
+        b_w = tl.load(at) if WIDTH % DEPTH == 0 else tl.load(at, mask=column < WIDTH, other=0.0)
     return tl.dot(b_w.to(b_x.dtype), b_x, b_acc, input_precision=PRECISION)
 
 
@@ -259,18 +256,19 @@ def _grouped(
     """Both products of the experts stored in `form`."""
     width, inner, listed = z_TD.shape[1], table.inner, placement.listed
     tile = tiles(rows, form, z_TD.dtype)
-    common: dict[str, Any] = dict(
-        WIDTH=width,
-        INNER=inner,
-        ROWS=rows,
-        N=tile.n,
-        DEPTH=tile.depth,
-        FORM=form,
-        SCALED_DOT=form == MXFP4 and z_TD.dtype == torch.bfloat16 and not interpreted(),
-        PRECISION="ieee",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    packed_bf16 = form == MXFP4 and z_TD.dtype == torch.bfloat16
+    common: dict[str, Any] = {
+        "WIDTH": width,
+        "INNER": inner,
+        "ROWS": rows,
+        "N": tile.n,
+        "DEPTH": tile.depth,
+        "FORM": form,
+        "SCALED_DOT": packed_bf16 and not interpreted(),
+        "PRECISION": "tf32x3" if target().startswith("sm_") else "ieee",
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
     launch(
         gate_up_kernel,
         (placement.blocks, blocks(inner, tile.n)),

@@ -1,5 +1,7 @@
 """The gated activation on a GPU: by itself, and as the end of the experts' first product."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,14 +15,15 @@ _BLOCK = 1024
 
 @triton.jit
 def tanh(x):
-    """Within 1e-7 relative, small x included, which 1 - 2 / (exp(2x) + 1) alone is not.
+    """Within 1e-7 relative, small x included, where exponentials alone cancel.
 
     The polynomial is tanh(x) / x in x^2, fitted at Chebyshev nodes up to 0.625.
     """
     z = x * x
     near = -0.05372267961502075 + z * (0.020595679059624672 - z * 0.005664775148034096)
     near = x + x * z * (-0.3333326280117035 + z * (0.13331149518489838 + z * near))
-    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -far, far))
 
 
@@ -55,7 +58,7 @@ def glu_kernel(
     tl.store(out + row * HALF + column, b_y.to(out.dtype.element_ty), mask=inside)
 
 
-def betas(spec: Glu) -> dict[str, float]:
+def betas(spec: Glu) -> dict[str, Any]:
     """The constants of `gated`."""
     if spec.kind == "silu":
         return {"BETA": 0.0, "LINEAR_BETA": 0.0}

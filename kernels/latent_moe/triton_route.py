@@ -26,8 +26,7 @@ def route_kernel(
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
     b_logit = tl.load(logits + row * stride + expert, mask=inside, other=0.0).to(tl.float32)
-    b_score = tl.sigmoid(b_logit)
-    b_biased = b_score + tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
+    b_biased = tl.sigmoid(b_logit) + tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
 
     # One integer orders by score, then by the lower id: float bits as sortable int32 above, the
     # id counted down below. Both zeros are one number, and NaN is the largest, as in torch.
@@ -40,14 +39,12 @@ def route_kernel(
 
     place = tl.arange(0, BLOCK_K)
     b_ids = tl.zeros([BLOCK_K], dtype=tl.int64)
-    b_weights = tl.zeros([BLOCK_K], dtype=tl.float32)
-    for k in tl.static_range(TOP_K):
+    for k in range(TOP_K):
         best = tl.max(key, 0)
-        won = key == best
-        score = tl.sum(tl.where(won, b_score, 0.0), 0)
         b_ids = tl.where(place == k, BLOCK - 1 - (best & (BLOCK - 1)), b_ids)
-        b_weights = tl.where(place == k, score, b_weights)
-        key = tl.where(won, LOWEST, key)
+        key = tl.where(key == best, LOWEST, key)
+    b_chosen = tl.load(logits + row * stride + b_ids).to(tl.float32)
+    b_weights = tl.where(place < TOP_K, tl.sigmoid(b_chosen), 0.0)
     if RENORMALIZE:
         b_weights = b_weights / (tl.sum(b_weights, 0) + 1e-20)
     at = row * TOP_K + place
