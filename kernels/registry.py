@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ OPERATORS = {
     "attn_res_mix_norm": Operator("attn_res"),
     "kda_decode": Operator("kda"),
     "kda_prefill": Operator("kda"),
+    "mla_plan": Operator("mla"),
     "mla_decode": Operator("mla"),
     "mla_prefill": Operator("mla", "torch's attention serves it"),
     "output_gate": Operator("mla"),
@@ -61,6 +63,7 @@ class Kernels:
     attn_res_mix_norm: Callable[..., Tensor]
     kda_decode: Callable[..., Tensor]
     kda_prefill: Callable[..., Tensor]
+    mla_plan: Callable[[Tensor, Tensor], Any]
     mla_decode: Callable[..., Tensor]
     mla_prefill: Callable[..., Tensor]
     output_gate: Callable[[Tensor, Tensor], Tensor]

@@ -14,6 +14,10 @@ def _context(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     return cache[rows].float()
 
 
+def mla_plan(page_table_BN: Tensor, lengths_B: Tensor) -> None:
+    """No bookkeeping: `mla_decode` walks the page table itself."""
+
+
 def mla_decode(
     q_latent_BHR: Tensor,
     q_rope_BHr: Tensor,

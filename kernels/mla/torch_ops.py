@@ -15,7 +15,12 @@ from expertmesh.kernels.mla.types import PAGE, MlaSpan
 
 GROUP_BYTES = 1 << 20  # pages gathered at a time: stays in cache, reuses the same memory
 
-__all__ = ["DecodePlan", "MlaSpan", "mla_decode", "mla_prefill", "output_gate", "plan_decode"]
+__all__ = ["DecodePlan", "MlaSpan", "mla_decode", "mla_plan", "mla_prefill", "output_gate"]
+
+
+def mla_plan(page_table_BN: Tensor, lengths_B: Tensor) -> DecodePlan:
+    """What `mla_decode` takes as `plan`: the bookkeeping that all layers of a step share."""
+    return plan_decode(page_table_BN, lengths_B)
 
 
 def mla_decode(
