@@ -1,5 +1,7 @@
 """What an attention replica may use: sizes of its state, tokens per step, and queueing bounds."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -55,4 +57,9 @@ class EngineSettings(BaseModel):
     max_logprobs: int = Field(20, ge=0, description="Most alternatives reported per token.")
     ping_pong: bool = Field(
         False, description="Two micro-batches in flight; same results, hides the exchange."
+    )
+    graphs: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether decode passes are recorded as CUDA graphs and replayed. auto: on a "
+        "GPU whose kernels never ask the host. on: refuse to start where that cannot be.",
     )

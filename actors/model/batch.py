@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from expertmesh.kernels.mla.types import MlaSpan
@@ -145,7 +146,8 @@ class Words:
 
     def inputs(self, words: Tensor, prefill: Sequence[Span] = ()) -> "Inputs":
         """The parts of `words`, which holds this array on some device."""
-        tokens, cache_rows, slots, lengths, table, logit_rows, *pages = words.split(self.sizes)
+        parts: tuple[Tensor, ...] = torch.split(words, self.sizes)  # type: ignore[no-untyped-call]
+        tokens, cache_rows, slots, lengths, table, logit_rows, *pages = parts
         return Inputs(
             tokens,
             cache_rows,

@@ -4,7 +4,7 @@ Whoever drives a pass (model.Model.forward) calls `advance`, dispatches what it 
 while the rows are with the experts, and advances with their sum, until it gets logits.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +15,6 @@ from expertmesh.actors.model.residual import BlockResidual, PlainResidual, Resid
 from expertmesh.actors.model.upload import Uploads
 from expertmesh.actors.state.model_state import ModelState
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
-from expertmesh.kernels.mla.plan import DecodePlan, plan_decode
 
 if TYPE_CHECKING:
     from expertmesh.actors.model.model import LatentMoe, Model
@@ -66,9 +65,9 @@ class Forward:
 
     def __init__(self, model: "Model", inputs: Inputs, state: ModelState) -> None:
         self._model, self._inputs, self._state = model, inputs, state
-        self._plan: DecodePlan | None = None
+        self._plan: Any = None
         if inputs.decode:
-            self._plan = plan_decode(inputs.page_table_DN, inputs.lengths_D)
+            self._plan = model.kernels.mla_plan(inputs.page_table_DN, inputs.lengths_D)
         self._layer = 0
         self._moe: LatentMoe | None = None  # whose rows are with the experts
         self._x_TH: Tensor | None = None  # its input
@@ -98,6 +97,11 @@ class Forward:
         last_RH = residual.output()[_padded_index(wanted_R)]
         logits_RV = model.head(model.kernels.rms_norm(last_RH, model.w_norm, eps)).float()
         return logits_RV[: wanted_R.shape[0]]
+
+    @property
+    def shares(self) -> bool:
+        """Whether the layer whose rows are on their way has shared experts."""
+        return self._moe is not None and self._moe.shared is not None
 
     def share(self) -> None:
         assert self._moe is not None and self._x_TH is not None

@@ -15,7 +15,8 @@ from expertmesh.actors.exchange.base import Exchange
 from expertmesh.actors.experts.bank import glu_of
 from expertmesh.actors.model.batch import Batch
 from expertmesh.actors.model.config import ModelConfig
-from expertmesh.actors.model.forward import EagerRunner, Runner, Sending
+from expertmesh.actors.model.forward import Runner, Sending
+from expertmesh.actors.model.graphs import Choice, runner_for
 from expertmesh.actors.model.layers import Gated, Kda, Mla, Router
 from expertmesh.actors.model.residual import AttnResWeights
 from expertmesh.actors.model.upload import Uploads, uploads_for
@@ -88,12 +89,14 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         uploads: Uploads | None = None,
+        graphs: Choice = "auto",
     ) -> None:
-        """uploads: how index tensors get to the device; by default what the device takes."""
+        """uploads: how index tensors get to the device; by default what the device takes. graphs:
+        whether decode passes are recorded; raises GraphsUnavailable for "on" where they cannot."""
         self.config, self.kernels = config, kernels
         self.dtype, self.device = dtype, torch.device(device)
         self.uploads = uploads or uploads_for(self.device)
-        self.runner: Runner = EagerRunner(self, self.uploads)
+        self.runner: Runner = runner_for(self, graphs)
 
         def read(name: str) -> Tensor:
             return source.tensor(name).to(self.device, dtype, copy=True)

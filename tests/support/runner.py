@@ -12,7 +12,7 @@ from expertmesh.actors.model.batch import PAGE_TOKENS, Batch, Span
 from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.model import Model, RoutingTrace
-from expertmesh.kernels.registry import load_kernels
+from expertmesh.kernels.registry import Kernels, load_kernels
 
 
 def split_experts(count: int, actors: int) -> list[list[int]]:
@@ -33,9 +33,10 @@ class Runner:
         banks: int = 1,
         backend: str = "auto",
         cache_bytes: int = 1 << 30,
+        kernels: Kernels | None = None,
     ) -> None:
         self.config = load_config(folder)
-        self.kernels = load_kernels(backend)
+        self.kernels = kernels or load_kernels(backend)
         source = Checkpoint.open(folder, self.config)
         self.model = Model(self.config, self.kernels, source)
         self.banks = [
