@@ -33,7 +33,7 @@ def formats_of(
     on_cpu = device.type == "cpu"
     layout, there, back = settings.layout, settings.dispatch_dtype, settings.combine_dtype
     if layout == "auto":
-        layout = "direct" if on_cpu else "padded"
+        layout = "direct" if on_cpu else "mixed"
     if there == "auto":
         there = "float32" if on_cpu else "bfloat16"
     if back == "auto":

@@ -2,7 +2,8 @@
 
 Each layout has an attention end and an expert end. The attention end posts a round (its receives,
 then its sends) and later lands the replies; the expert end receives a round and sends the replies.
-All layouts (direct.py is the third) carry the same bytes per row, so results are equal bit for bit.
+All layouts (direct.py, counted.py and whole.py are the others) carry the same values per row, so
+results are equal bit for bit.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from expertmesh.actors.exchange.base import ExchangeError
 from expertmesh.actors.exchange.formats import Formats
 from expertmesh.actors.exchange.process_group import DATA_TAG, Groups, Where
 from expertmesh.actors.exchange.wire import Frame, Round, Section, message_bytes, new_buffer
@@ -147,7 +149,7 @@ class ExactExpert:
         self._sends[at.micro] = sends
 
 
-class _Padded:
+class Padded:
     """One buffer per direction, cut into a slot per peer; slots hold `capacity` rows.
 
     The capacity is agreed when a step opens, so all shapes are known before any row arrives:
@@ -159,8 +161,7 @@ class _Padded:
         roster = groups.roster
         mine = groups.rank < roster.attention
         self._count = roster.experts if mine else roster.attention
-        before, after = (roster.attention, 0) if mine else (0, roster.experts)
-        self._splits = [0] * before + [1] * self._count + [0] * after
+        self._first = roster.attention if mine else 0  # rank of the first peer
         self._none = [0] * roster.size
         self._buffers: dict[tuple[int, ...], tuple[Tensor, list[Frame]]] = {}
         self._empty = torch.empty(0, dtype=torch.uint8, device=groups.device)
@@ -178,28 +179,40 @@ class _Padded:
             kept = self._buffers[capacity, *key] = whole, frames
         return kept
 
-    def _splits_of(self, whole: Tensor) -> list[int]:
-        size = whole.numel() // self._count
-        return [size * used for used in self._splits]
+    def _spread(self, sizes: list[int]) -> list[int]:
+        """By rank: `sizes` for the peers, nothing for ranks of the own kind."""
+        spread = list(self._none)
+        spread[self._first : self._first + self._count] = sizes
+        return spread
 
-    def _give(self, group: Any, whole: Tensor) -> Any:
-        limit = self._groups.deadline
-        return group.alltoall_base(self._empty, whole, self._none, self._splits_of(whole), limit)
+    def _even(self, whole: Tensor) -> list[int]:
+        return self._spread([whole.numel() // self._count] * self._count)
 
-    def _take(self, group: Any, whole: Tensor) -> Any:
+    def _give(self, group: Any, whole: Tensor, splits: list[int] | None = None) -> Any:
+        """splits: bytes by rank; by default the peers get equal parts."""
         limit = self._groups.deadline
-        return group.alltoall_base(whole, self._empty, self._splits_of(whole), self._none, limit)
+        splits = splits or self._even(whole)
+        return group.alltoall_base(self._empty, whole, self._none, splits, limit)
+
+    def _take(self, group: Any, whole: Tensor, splits: list[int] | None = None) -> Any:
+        limit = self._groups.deadline
+        splits = splits or self._even(whole)
+        return group.alltoall_base(whole, self._empty, splits, self._none, limit)
+
+    def _refused(self, peer: int, at: Round, phase: str, wrong: str) -> ExchangeError:
+        """Ends the epoch; peer: counted among the peers."""
+        self._groups.close()
+        return Where(self._first + peer, at.layer, phase, at.step).error(wrong)
 
     def _wait(self, work: Any, at: Round, phase: str) -> None:
-        first = self._splits.index(1)
-        last = first + self._count - 1
+        first, last = self._first, self._first + self._count - 1
         name = self._groups.roster.name
         group = "" if first == last else f"one of {name(first)} to {name(last)}"
         where = Where(first, at.layer, phase, at.step, group)
         self._groups.wait(work, where, on_device=True)
 
 
-class PaddedAttention(_Padded):
+class PaddedAttention(Padded):
     def outgoing(self, at: Round, capacity: int) -> list[Frame]:
         return self._cut(self._formats.dispatch, capacity, 0, at.micro, at.chunk)[1]
 
@@ -215,7 +228,7 @@ class PaddedAttention(_Padded):
         return flight.replies
 
 
-class PaddedExpert(_Padded):
+class PaddedExpert(Padded):
     def __init__(self, groups: Groups, formats: Formats) -> None:
         super().__init__(groups, formats)
         self._sent: dict[int, tuple[Round, Any]] = {}

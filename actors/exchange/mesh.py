@@ -18,8 +18,9 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.base import ExchangeError, MisuseError
 from expertmesh.actors.exchange.control import AttentionControl
+from expertmesh.actors.exchange.counted import CountedAttention
 from expertmesh.actors.exchange.direct import DirectAttention
-from expertmesh.actors.exchange.formats import agree, formats_of
+from expertmesh.actors.exchange.formats import Formats, agree, formats_of
 from expertmesh.actors.exchange.layouts import (
     AttentionEnd,
     ExactAttention,
@@ -32,8 +33,16 @@ from expertmesh.actors.exchange.replicas import ReplicaChoice
 from expertmesh.actors.exchange.roster import Roster, Routing
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.exchange.versions import Choices, RoutingVersions
+from expertmesh.actors.exchange.whole import WholeAttention, WholeChunk, is_few
 from expertmesh.actors.exchange.wire import Frame, Round
+from expertmesh.actors.model.upload import uploads_for
 from expertmesh.kernels.registry import Kernels, load_kernels
+
+ENDS: dict[str, Callable[[Groups, Formats], AttentionEnd]] = {
+    "exact": ExactAttention,
+    "padded": PaddedAttention,
+    "mixed": CountedAttention,
+}
 
 
 @dataclass(slots=True)
@@ -51,7 +60,7 @@ class Pending:
     """Rows on their way: what dispatch returns and combine takes."""
 
     micro: int
-    chunks: list[Chunk]
+    chunks: list[Chunk | WholeChunk]
 
 
 @dataclass(slots=True)
@@ -62,6 +71,7 @@ class OpenStep:
     choices: Choices
     micros: int  # of this rank; the plan may have more
     parts: list[tuple[int, int]]  # (layer, micro-batch)
+    whole: WholeAttention | None  # takes the rounds of a step of few rows, in layout "mixed"
     done: int = 0  # parts that this rank has sent, rows or none
 
     def find(self, layer: int, micro: int) -> int:
@@ -114,13 +124,19 @@ class MeshExchange:
             self._end = direct = DirectAttention(groups, formats, host)
             tell = direct.tell
         else:
-            end = PaddedAttention if formats.layout == "padded" else ExactAttention
-            self._end = end(groups, formats)
+            self._end = ENDS[formats.layout](groups, formats)
+        self._whole: WholeAttention | None = None
+        if formats.layout == "mixed":
+            self._whole = WholeAttention(groups, formats, uploads_for(self.device))
+        # Both ways of a mixed exchange must round alike, whatever the sums travel in.
+        self._sum_dtype = torch.float64 if formats.layout == "mixed" else torch.float32
         self._control = AttentionControl(groups, on_wake, tell)
         groups.met()
         self._step: OpenStep | None = None
         self._in_flight: set[int] = set()
-        self._fillers: dict[int, list[Chunk]] = {}  # by micro-batch, whose buffers they use
+        self._fillers: dict[
+            int, list[Chunk | WholeChunk]
+        ] = {}  # by micro-batch, whose buffers they use
         self.rows_sent = [0] * roster.experts  # by expert actor
         self.dispatch_s = self.combine_s = 0.0
 
@@ -171,7 +187,11 @@ class MeshExchange:
             reason = f"routing version {plan.version} is not known here"
             raise ExchangeError(self.rank, -1, "open", plan.step, reason) from None
         self.version = plan.version
-        self._step = OpenStep(plan, choices, micros, plan.parts(self.roster.layers))
+        layers = self.roster.layers
+        whole = self._whole if is_few(plan) else None
+        if whole is not None:
+            whole.begin(plan, layers)
+        self._step = OpenStep(plan, choices, micros, plan.parts(layers), whole)
 
     def end_step(self) -> None:
         step = self._step
@@ -182,6 +202,8 @@ class MeshExchange:
         for micro in list(self._fillers):
             self._land_fillers(micro)
         self._step = None
+        if step.whole is not None:
+            step.whole.check()
 
     def join_step(self) -> None:
         """A whole step without rows, for a replica that has no work while another has."""
@@ -261,9 +283,14 @@ class MeshExchange:
 
     def _land_fillers(self, micro: int) -> None:
         for chunk in self._fillers.pop(micro, ()):
-            self._land(chunk)
+            if isinstance(chunk, WholeChunk):
+                self._sum(chunk)
+            else:
+                self._land(chunk)
 
-    def _post_empty(self, step: OpenStep, at: Round) -> Chunk:
+    def _post_empty(self, step: OpenStep, at: Round) -> Chunk | WholeChunk:
+        if step.whole is not None:
+            return step.whole.post(at, step.plan.capacity, step.choices[at.layer], ())
         frames = self._end.outgoing(at, step.plan.capacity)
         for frame in frames:
             frame.write_header(at, 0)
@@ -273,7 +300,7 @@ class MeshExchange:
 
     def _post(
         self, step: OpenStep, at: Round, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Chunk:
+    ) -> Chunk | WholeChunk:
         if z_TD.shape[0] == 0:
             return self._post_empty(step, at)
         capacity = step.plan.capacity
@@ -284,6 +311,9 @@ class MeshExchange:
         elif z_TD.dtype != self._dtype:
             z_TD = z_TD.to(self._dtype)
         choice = step.choices[at.layer]
+        if step.whole is not None:
+            self.rows_sent = [sent + len(z_TD) for sent in self.rows_sent]
+            return step.whole.post(at, capacity, choice, (z_TD, ids_TK, weights_TK, *scale))
         ids, parts, counts = _split(choice, ids_TK.cpu().numpy(), len(self.rows_sent))
         ids_PTK = torch.from_numpy(ids).to(self.device)
         sent = [None if p is None else torch.from_numpy(p).to(self.device) for p in parts]
@@ -294,13 +324,16 @@ class MeshExchange:
         self.rows_sent = [a + b for a, b in zip(self.rows_sent, counts, strict=True)]
         return Chunk(self._end.post(at, capacity, counts), z_TD.shape[0], sent, counts)
 
-    def _sum(self, chunk: Chunk) -> Tensor:
+    def _sum(self, chunk: Chunk | WholeChunk) -> Tensor:
         """The partial sums of one chunk, added in rank order, rounded to float32 once."""
+        if isinstance(chunk, WholeChunk):
+            assert self._whole is not None, "it has made the chunk"
+            return self._whole.land(chunk)
         y_TD: Tensor | None = None
         for frame, rows, count in zip(self._land(chunk), chunk.sent, chunk.counts, strict=True):
             sum_ND = frame.views(count)[0]
-            if sum_ND.dtype == torch.bfloat16:
-                sum_ND = sum_ND.float()
+            if sum_ND.dtype.itemsize < self._sum_dtype.itemsize:
+                sum_ND = sum_ND.to(self._sum_dtype)
             if rows is None and y_TD is None:
                 y_TD = sum_ND.clone()  # the frame is written again by the next round
                 continue

@@ -35,14 +35,14 @@ class Dealer:
         first_RG = self._holder_GM[self._sets, rank_RGM.argmin(2)]
         plain_RP = np.tile(np.arange(graph.actors), (len(orders_RP), 1))
         preferred_RC = np.concatenate([plain_RP, first_RG], axis=1).astype(np.int32)
-        self._preferred_RE = preferred_RC[:, graph.code_E]
+        self.orders_RE = preferred_RC[:, graph.code_E]
 
     def by_order(self, ids_TK: NDArray[np.int64]) -> NDArray[np.int32]:
         """Actors [T, K] by table: each token's choices go to the actors its order names first."""
         # The ids shift the orders, so that ranks and steps of one row do not all begin alike.
         begin = int(ids_TK[0, 0]) if ids_TK.size else 0
-        order_T1 = np.arange(begin, begin + len(ids_TK))[:, None] % len(self._preferred_RE)
-        return self._preferred_RE[order_T1, ids_TK]
+        order_T1 = np.arange(begin, begin + len(ids_TK))[:, None] % len(self.orders_RE)
+        return self.orders_RE[order_T1, ids_TK]
 
     def deal(self, code_TK: NDArray[np.int32], served: list[int]) -> NDArray[np.int32]:
         """Replaces the sets in `code_TK` by actors; copy c gets `served[c]` choices.
@@ -77,7 +77,7 @@ class Dealer:
         token_N = open_N // top_k
         cell_N, order_N = (
             token_N * width,
-            token_N % len(self._preferred_RE) * len(self._sets) + set_N,
+            token_N % len(self.orders_RE) * len(self._sets) + set_N,
         )
         keys: list[NDArray[np.integer]] = []
         later_N: NDArray[np.int8] | None = None

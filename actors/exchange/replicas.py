@@ -43,6 +43,12 @@ class ReplicaChoice:
         served, _ = split(graph, counts)
         return self._dealer.deal(code_TK, served)
 
+    @property
+    def orders_RE(self) -> NDArray[np.int32]:
+        """The table behind the choice for few rows: row t of a step takes the actors of line
+        (first id of the step + t) mod R."""
+        return self._dealer.orders_RE
+
     def split(self, counts_E: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Choices by expert -> choices of each set that each actor serves [P, G], and its load [P].
 

@@ -9,16 +9,25 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.base import ExchangeError, PartialSums
 from expertmesh.actors.exchange.control import ExpertControl, Listeners
+from expertmesh.actors.exchange.counted import CountedExpert
 from expertmesh.actors.exchange.direct import DirectExpert
-from expertmesh.actors.exchange.formats import agree, formats_of
+from expertmesh.actors.exchange.formats import Formats, agree, formats_of
 from expertmesh.actors.exchange.layouts import ExactExpert, ExpertEnd, PaddedExpert
 from expertmesh.actors.exchange.opening import Opening, StepPlan
 from expertmesh.actors.exchange.process_group import Groups, Where
 from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.settings import ExchangeSettings
+from expertmesh.actors.exchange.whole import WholeExpert, is_few
 from expertmesh.actors.exchange.wire import Frame, Round
+from expertmesh.actors.model.upload import uploads_for
 from expertmesh.actors.process import yield_to_sender
 from expertmesh.kernels.registry import Kernels, load_kernels
+
+ENDS: dict[str, Callable[[Groups, Formats], ExpertEnd]] = {
+    "exact": ExactExpert,
+    "padded": PaddedExpert,
+    "mixed": CountedExpert,
+}
 
 
 @dataclass(slots=True)
@@ -62,13 +71,15 @@ class MeshServer:
             self._end = direct = DirectExpert(groups, formats, host)
             collect = direct.collect
         else:
-            end = PaddedExpert if formats.layout == "padded" else ExactExpert
-            self._end = end(groups, formats)
+            self._end = ENDS[formats.layout](groups, formats)
             listeners = Listeners(groups, range(roster.attention))
 
             def collect(step: int) -> list[Opening]:
                 return listeners.collect(step, parked=True)
 
+        self._whole: WholeExpert | None = None
+        if formats.layout == "mixed":
+            self._whole = WholeExpert(groups, formats, uploads_for(self.device))
         self._control = ExpertControl(groups, collect)
         groups.met()
         self.work = {layer: LayerWork() for layer in roster.layers}
@@ -87,8 +98,11 @@ class MeshServer:
         try:
             while (plan := self._control.next_step(self._max_rows)) is not None:
                 self._check_version(plan)
-                for at in plan.rounds(self.roster.layers):
-                    self._serve(at, plan)
+                if self._whole is not None and is_few(plan):
+                    self._serve_whole(self._whole, plan)
+                else:
+                    for at in plan.rounds(self.roster.layers):
+                        self._serve(at, plan)
                 self.steps += 1
                 if on_step is not None:
                     on_step()
@@ -127,8 +141,23 @@ class MeshServer:
             work.busy_s += time.perf_counter() - began
         self._end.send(at, plan.capacity, counts)
 
+    def _serve_whole(self, whole: WholeExpert, plan: StepPlan) -> None:
+        """A step in which only the device knows what came."""
+        whole.begin(plan, self.roster.layers)
+        for at in plan.rounds(self.roster.layers):
+            rows = self._decoded(whole.receive(at, plan.capacity))
+            whole.send(at, plan.capacity, self._partial_sum(at, *rows))
+        for layer, count, seconds in whole.finish():
+            if count:
+                work = self.work[layer]
+                work.rows += count
+                work.calls += 1
+                work.busy_s += seconds
+
     def _sums(self, at: Round, arrived: list[Frame], counts: list[int]) -> Tensor:
-        z_TD, ids_TK, weights_TK = self._merged(arrived, counts)
+        return self._partial_sum(at, *self._merged(arrived, counts))
+
+    def _partial_sum(self, at: Round, z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         try:
             return self._bank.partial_sum(at.layer, z_TD, ids_TK, weights_TK)
         except LookupError as error:  # an expert that is not held here
@@ -146,9 +175,12 @@ class MeshServer:
         """All rows as (z [N, D], ids int64 [N, K], weights [N, K]), ranks in order."""
         parts = [frame.views(n) for frame, n in zip(frames, counts, strict=True) if n]
         merged = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-        z_TD, ids_TK, weights_TK = merged[:3]
-        if len(merged) == 4:
-            z_TD = self._fp8_decode(z_TD, merged[3], self._dtype)
+        return self._decoded(merged)
+
+    def _decoded(self, sections: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        z_TD, ids_TK, weights_TK, *scale = sections
+        if scale:
+            z_TD = self._fp8_decode(z_TD, scale[0], self._dtype)
         elif z_TD.dtype != self._dtype:
             z_TD = z_TD.to(self._dtype)
         return z_TD, ids_TK.long(), weights_TK

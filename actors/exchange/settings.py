@@ -8,11 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 class ExchangeSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layout: Literal["auto", "direct", "exact", "padded"] = Field(
+    layout: Literal["auto", "direct", "exact", "padded", "mixed"] = Field(
         default="auto",
         description="direct: a TCP connection per pair. exact: one point-to-point message of the "
         "process group per pair, as long as its rows. padded: all_to_all_single with one capacity "
-        "for all pairs. auto: direct on CPU, padded on CUDA (NCCL).",
+        "for all pairs. mixed: all_to_all_single, in steps of few rows padded with nothing to "
+        "count, in others as long as the rows. auto: direct on CPU, mixed on CUDA (NCCL).",
     )
     dispatch_dtype: Literal["auto", "float32", "bfloat16", "float8"] = Field(
         default="auto",

@@ -52,7 +52,7 @@ def combine_sections(dtype: torch.dtype, width: int) -> tuple[Section, ...]:
 
 
 def message_bytes(sections: tuple[Section, ...], rows: int) -> int:
-    return HEADER_BYTES + sum(_aligned(section.row_bytes * rows) for section in sections)
+    return HEADER_BYTES + sum(aligned(section.row_bytes * rows) for section in sections)
 
 
 def host_memory(tensor: Tensor) -> memoryview:
@@ -160,11 +160,11 @@ class Frame:
             size = section.row_bytes * rows
             part = self.buffer[at : at + size].view(section.dtype)
             made.append(part.view(rows, section.width))
-            at += _aligned(size)
+            at += aligned(size)
         return tuple(made)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 

@@ -14,6 +14,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
@@ -164,9 +165,9 @@ class Recorded:
         forward = Forward(model, inputs, state)
         self.made: list[tuple[Replay, Sending | Tensor]] = []
         self.shares: list[Replay | None] = []
-        routed_BD = None
+        routed_BD: Tensor | None = None
         while not self.made or isinstance(self.made[-1][1], Sending):
-            self.made.append(recorder.record(bucket.micro, lambda y=routed_BD: forward.advance(y)))
+            self.made.append(recorder.record(bucket.micro, partial(forward.advance, routed_BD)))
             if isinstance(self.made[-1][1], Sending):
                 shared = recorder.record(bucket.micro, forward.share) if forward.shares else None
                 self.shares.append(None if shared is None else shared[0])

@@ -12,7 +12,7 @@ from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.kernels.registry import load_kernels
 from tests.actors.exchange.toy import Rows, Shape, ThreadMesh, in_threads
 
-LAYOUTS = ["direct", "exact", "padded"]
+LAYOUTS = ["direct", "exact", "padded", "mixed"]
 
 
 def settings(layout: str, **more: object) -> ExchangeSettings:
