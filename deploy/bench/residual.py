@@ -16,6 +16,7 @@ from torch import Tensor
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.residual import ATTN_RES_EPS
 from expertmesh.deploy.bench.counting import count
+from expertmesh.deploy.bench.launches import Counted, count_launches, why_not
 from expertmesh.deploy.bench.pairs import Clocks, alternate
 from expertmesh.kernels.attn_res.torch_ops import attn_res_mix, attn_res_mix_norm
 from expertmesh.kernels.norm.torch_ops import rms_norm
@@ -58,7 +59,8 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """seconds: first is fused, second unfused. difference: largest, relative to max(1, |value|)."""
+    """seconds: first is fused, second unfused. difference: largest, relative to max(1, |value|).
+    triton: the kernels that a GPU would run; None where there is no Triton to ask."""
 
     shape: Shape
     tokens: int
@@ -69,6 +71,7 @@ class Result(msgspec.Struct, frozen=True):
     seconds: Clocks
     difference: float
     equal: bool
+    triton: Counted | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ def compare(shape: Shape, tokens: int, rounds: int) -> Result:
     return Result(
         shape, tokens, len(sites), max(sites), _side(step.fused), _side(step.unfused),
         alternate(step.fused, step.unfused, rounds), difference, difference <= TOLERANCE,
+        None if why_not() else count_launches(sites, tokens, shape.hidden),
     )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.residual import AttnResWeights, BlockResidual
-from expertmesh.deploy.bench import residual
+from expertmesh.deploy.bench import launches, residual
 from expertmesh.deploy.bench.counting import Work, count
+from expertmesh.deploy.bench.launches import count_launches
 from expertmesh.deploy.bench.pairs import Pair, Spread, alternate
 from expertmesh.deploy.bench.residual import K3, Shape, compare
 from expertmesh.deploy.cli import BUNDLED, app
@@ -72,6 +73,20 @@ def test_the_fused_operator_launches_and_moves_less_for_the_same_result() -> Non
     assert result.sites == 13 and result.most_sources == 4
 
 
+def test_a_gpus_kernels_are_counted_without_one() -> None:
+    """Against the memory that the recorded launches are given."""
+    sources, tokens, width = [1, 2, 3, 3], 5, 48
+    counted = count_launches(sources, tokens, width)
+    assert (counted.fused.kernels, counted.unfused.kernels) == (4, 7)  # a mix of one is no work
+    rows, vector = 2 * tokens * width, 2 * width
+    score, norm = 2 * vector, vector
+    fused = [(n + 1) * rows + score + norm for n in sources]
+    unfused = [(n > 1) * ((n + 1) * rows + score) + 2 * rows + norm for n in sources]
+    assert counted.fused.bytes_moved == sum(fused)
+    assert counted.unfused.bytes_moved == sum(unfused)
+    assert counted.unfused.floor_us == pytest.approx(sum(unfused) / 4.8e6)
+
+
 def test_both_ways_are_timed_in_turns() -> None:
     order: list[str] = []
     clocks = alternate(lambda: order.append("a"), lambda: order.append("b"), 3, least_s=0)
@@ -93,8 +108,20 @@ def test_the_command() -> None:
     assert code == 0 and [one["tokens"] for one in report["results"]] == [2, 3]
     assert all(one["shape"]["name"] == BUNDLED.name for one in report["results"])
     assert report["conditions"]["threads"] == 1
+    assert all(one["triton"]["fused"]["kernels"] == one["sites"] for one in report["results"])
     code, text = run("--tokens", "2")
     assert code == 0 and "equal in float32" in text and "unfused" in text
+    assert "kernels launched" in text and "17 / 33" in text
+
+
+def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "find_spec", lambda name: None)
+    code, text = run("--tokens", "2")
+    assert code == 0 and "not counted: triton is not installed" in text
+    code, text = run("--tokens", "2", "--json")
+    report = json.loads(text)
+    assert report["triton"] == "triton is not installed"
+    assert report["results"][0]["triton"] is None
 
 
 def test_results_that_differ_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
