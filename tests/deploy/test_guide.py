@@ -210,7 +210,7 @@ def serve(case: Case) -> None:
 def expertmesh(case: Case) -> None:
     known: dict[str, Callable[[Case], None]] = {
         "serve": serve, "scale": live, "routing": live, "cost": live, "keys": keys,
-        "verify": live_without_server, "doctor": parsed, "cluster": parsed,
+        "verify": live_without_server, "doctor": parsed, "cluster": parsed, "bench": parsed,
     }  # fmt: skip
     known[case.words[1]](case)
 
@@ -229,7 +229,7 @@ def live_without_server(case: Case) -> None:
 
 
 def parsed(case: Case) -> None:
-    """Run for real in test_doctor.py, test_ray_files.py and tests/system/test_hosts.py."""
+    """Run for real in test_doctor.py, test_bench_*.py, test_ray_files.py and system/test_hosts.py."""
     case.files_exist()
     parse(typer.main.get_command(app), case.words[1:])
 
