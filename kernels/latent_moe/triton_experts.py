@@ -20,6 +20,12 @@ from expertmesh.kernels.launch import blocks, interpreted, launch, power_of_two,
 
 
 @triton.jit
+def _at(address, TYPE: tl.constexpr):
+    """A pointer to TYPE; the compiler must be told again that it is aligned."""
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
 def _packed(codes, scales, row, begin, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
     """uint8 codes [N, DEPTH / 2] and scales [N, DEPTH / 32] of `row` [N] from column `begin`.
 
@@ -68,30 +74,29 @@ def _add_product(
 ):
     """b_acc [N, R] + matrix[row, begin : begin + DEPTH] @ b_x [DEPTH, R]."""
     if FORM == 1:
-        codes = matrix.to(tl.pointer_type(tl.uint8))
-        scales = scales.to(tl.pointer_type(tl.uint8))
+        codes, scales = _at(matrix, tl.uint8), _at(scales, tl.uint8)
         b_code, b_scale = _packed(codes, scales, row, begin, WIDTH, DEPTH)
         if SCALED_DOT:
-            return tl.dot_scaled(b_code, b_scale, "e2m1", b_x, None, "bf16", b_acc, fast_math=True)
+            return tl.dot_scaled(
+                b_x, None, "bf16", tl.trans(b_code), b_scale, "e2m1", b_acc, fast_math=True
+            )
         b_w = _unpacked(b_code, b_scale, N, DEPTH)
     else:
         column = begin + tl.arange(0, DEPTH)[None, :]
         if FORM == 2:
-            at = matrix.to(tl.pointer_type(tl.bfloat16)) + row * WIDTH + column
+            at = _at(matrix, tl.bfloat16) + row * WIDTH + column
         else:
-            at = matrix.to(tl.pointer_type(tl.float32)) + row * WIDTH + column
+            at = _at(matrix, tl.float32) + row * WIDTH + column
         b_w = tl.load(at) if WIDTH % DEPTH == 0 else tl.load(at, mask=column < WIDTH, other=0.0)
-    return tl.dot(b_w.to(b_x.dtype), b_x, b_acc, input_precision=PRECISION)
+    return tl.dot(b_x, tl.trans(b_w.to(b_x.dtype)), b_acc, input_precision=PRECISION)
 
 
 @triton.jit
-def _columns(x, row, begin, stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
-    """x[row, begin : begin + DEPTH] transposed, [DEPTH, R]; zeros behind the last column."""
-    column = begin + tl.arange(0, DEPTH)[:, None]
-    at = x + row[None, :].to(tl.int64) * stride + column
-    if WIDTH % DEPTH == 0:
-        return tl.load(at)
-    return tl.load(at, mask=column < WIDTH, other=0.0)
+def _rows(x, row, begin, stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
+    """x[row, begin : begin + DEPTH], [R, DEPTH]; zeros behind the last number."""
+    column = begin + tl.arange(0, DEPTH)[None, :]
+    at = x + row[:, None].to(tl.int64) * stride + column
+    return tl.load(at) if WIDTH % DEPTH == 0 else tl.load(at, mask=column < WIDTH, other=0.0)
 
 
 @triton.jit
@@ -125,17 +130,17 @@ def gate_up_kernel(
         return
     first = tl.load(listed + bound + block)
     end = tl.load(listed + 2 * bound + block)
-    w1, w1_scales = tl.multiple_of(tl.load(entry + 1), 16), tl.multiple_of(tl.load(entry + 2), 16)
-    w3, w3_scales = tl.multiple_of(tl.load(entry + 3), 16), tl.multiple_of(tl.load(entry + 4), 16)
+    w1, w1_scales = tl.load(entry + 1), tl.load(entry + 2)
+    w3, w3_scales = tl.load(entry + 3), tl.load(entry + 4)
 
     r = first + tl.arange(0, ROWS)
     token = tl.load(order + tl.minimum(r, end - 1)) // top_k
     n = tl.program_id(1) * N + tl.arange(0, N)
     row = tl.minimum(n, INNER - 1)[:, None].to(tl.int64)
-    b_gate = tl.zeros([N, ROWS], dtype=tl.float32)
-    b_up = tl.zeros([N, ROWS], dtype=tl.float32)
+    b_gate = tl.zeros([ROWS, N], dtype=tl.float32)
+    b_up = tl.zeros([ROWS, N], dtype=tl.float32)
     for begin in range(0, WIDTH, DEPTH):
-        b_z = _columns(z, token, begin, stride, WIDTH, DEPTH)
+        b_z = _rows(z, token, begin, stride, WIDTH, DEPTH)
         b_gate = _add_product(
             b_gate, b_z, w1, w1_scales, row, begin, WIDTH, DEPTH, N, FORM, SCALED_DOT, PRECISION
         )
@@ -143,8 +148,8 @@ def gate_up_kernel(
             b_up, b_z, w3, w3_scales, row, begin, WIDTH, DEPTH, N, FORM, SCALED_DOT, PRECISION
         )
     b_h = gated(b_gate, b_up, BETA, LINEAR_BETA).to(hidden.dtype.element_ty)
-    inside = (n < INNER)[:, None] & (r < end)[None, :]
-    tl.store(hidden + r[None, :].to(tl.int64) * INNER + n[:, None], b_h, mask=inside)
+    inside = (r < end)[:, None] & (n < INNER)[None, :]
+    tl.store(hidden + r[:, None].to(tl.int64) * INNER + n[None, :], b_h, mask=inside)
 
 
 @triton.jit
@@ -173,20 +178,20 @@ def down_kernel(
         return
     first = tl.load(listed + bound + block)
     end = tl.load(listed + 2 * bound + block)
-    w2, w2_scales = tl.multiple_of(tl.load(entry + 5), 16), tl.multiple_of(tl.load(entry + 6), 16)
+    w2, w2_scales = tl.load(entry + 5), tl.load(entry + 6)
 
     r = first + tl.arange(0, ROWS)
     source = tl.minimum(r, end - 1)
     n = tl.program_id(1) * N + tl.arange(0, N)
     row = tl.minimum(n, WIDTH - 1)[:, None].to(tl.int64)
-    b_y = tl.zeros([N, ROWS], dtype=tl.float32)
+    b_y = tl.zeros([ROWS, N], dtype=tl.float32)
     for begin in range(0, INNER, DEPTH):
-        b_h = _columns(hidden, source, begin, INNER, INNER, DEPTH)
+        b_h = _rows(hidden, source, begin, INNER, INNER, DEPTH)
         b_y = _add_product(
             b_y, b_h, w2, w2_scales, row, begin, INNER, DEPTH, N, FORM, SCALED_DOT, PRECISION
         )
-    inside = (n < WIDTH)[:, None] & (r < end)[None, :]
-    at = y + r[None, :].to(tl.int64) * WIDTH + n[:, None]
+    inside = (r < end)[:, None] & (n < WIDTH)[None, :]
+    at = y + r[:, None].to(tl.int64) * WIDTH + n[None, :]
     tl.store(at, b_y.to(y.dtype.element_ty), mask=inside)
 
 
