@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.kernels.latent_moe.tables import MXFP4, ExpertTable
 from tests.bench.gpu.claims import Claim, floating, none_above
-from tests.bench.gpu.formulas import activated
+from tests.bench.gpu.formulas import activated, mxfp4_values
 
 Args = tuple[Any, ...]
 GREEDY_BELOW = 1e-5
@@ -41,12 +42,25 @@ def experts_partial_sum(args: Args, result: Tensor, _: Args) -> list[Claim]:
     exact = torch.zeros(z.shape, dtype=torch.float64, device=z.device)
     for expert in ids[ids >= 0].unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
-        w13, w2 = (w.to(z.device).double() for w in weights_of(expert))
+        w1, w3, w2 = expert_matrices(weights_of.table(), expert)
+        w13 = torch.cat((w1, w3))
         out = activated(z[token].double() @ w13.t(), spec) @ w2.t()
         exact.index_add_(0, token, out * weights[token, place].double().unsqueeze(1))
     # In bfloat16 three roundings in a row: of the gate's input, its result and the term.
     narrow = z.dtype == torch.bfloat16
     return [floating("out", result, exact, l2=6e-3 if narrow else 1e-3)]
+
+
+def expert_matrices(table: ExpertTable, expert: int) -> list[Tensor]:
+    """w1, w3, w2 in float64, from the tensors behind the table: codes and scale, or dense."""
+    forms = table.rows[:, 0].tolist()
+    parts = [6 if form == MXFP4 else 3 for form in forms]
+    slot = int(table.slots_E[expert])
+    begin = sum(parts[:slot])
+    tensors = table.tensors[begin : begin + parts[slot]]
+    if forms[slot] != MXFP4:
+        return [x.double() for x in tensors]
+    return [mxfp4_values(tensors[i], tensors[i + 1]) for i in (0, 2, 4)]
 
 
 def sample(args: Args, result: Tensor, _: Args) -> list[Claim]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.bench.gpu.choice_formulas import expert_matrices
 from tests.bench.gpu.operators import implementation
 
 Call = Callable[[], Any]
@@ -70,7 +71,10 @@ def _experts(*args: Any) -> Call:
     """Decoded weights, one pair of products per expert that has rows."""
     z, ids, weights, weights_of, spec = args
     used = ids[ids >= 0].unique().tolist()
-    held = {expert: tuple(w.to(z.dtype) for w in weights_of(expert)) for expert in used}
+    held = {}
+    for expert in used:
+        w1, w3, w2 = expert_matrices(weights_of.table(), expert)
+        held[expert] = torch.cat((w1, w3)).to(z.dtype), w2.to(z.dtype)
     rows = {expert: (ids == expert).nonzero(as_tuple=True) for expert in used}
     glu = implementation("glu", "torch")
 
