@@ -105,3 +105,19 @@ def test_encode_refuses_bad_input(encode) -> None:  # type: ignore[no-untyped-de
         encode(torch.zeros(2, 40))
     with pytest.raises(ValueError, match="non-finite"):
         encode(torch.full((1, 32), float("inf")))
+
+
+@pytest.mark.parametrize("power", [-149, -140, -130, -126, -10, 0, 120])
+def test_fp8_matches_reference_and_is_close(power: int) -> None:
+    x = torch.randn(6, 50, generator=torch.Generator().manual_seed(-power)).double() * 2.0**power
+    x = x.float()
+    x[4] = 0.0
+    codes, scale = torch_ops.fp8_encode(x)
+    expected = reference.fp8_encode(x)
+    assert torch.equal(codes, expected[0]) and torch.equal(scale, expected[1])
+    assert scale[4] == 1.0
+    got = torch_ops.fp8_decode(codes, scale, torch.float32)
+    assert torch.equal(got, reference.fp8_decode(codes, scale, torch.float32))
+    # A finite row stays finite; what is left of the smallest is what the smallest scale resolves.
+    peak = x.abs().amax(1, keepdim=True)
+    assert bool(((got - x).abs() <= x.abs() / 16 + peak / 448 / 512 + 2.0**-135).all())
