@@ -36,21 +36,32 @@ class DecodePlan:
     rows_NP: Tensor  # int64 [N, 64], cache rows
     bias_N1P: Tensor  # float32 [N, 1, 64], -inf behind the last token
     single: bool  # every row has exactly one page
+    padded: bool  # some rows have none
 
 
 def plan_decode(page_table_BN: Tensor, lengths_B: Tensor) -> DecodePlan:
-    """Plan of one step. lengths_B >= 1; table entries behind a row's last page are ignored."""
+    """Plan of one step, made on the host. Table entries behind a row's last page are ignored; a row
+    of length 0 has no page."""
     pages: list[int] = []
     owners: list[int] = []
     valid: list[int] = []
     lengths = lengths_B.tolist()
     for row, (table, length) in enumerate(zip(page_table_BN.tolist(), lengths, strict=True)):
+        if not length:
+            continue
         count = (length + PAGE - 1) // PAGE
         pages += table[:count]
         owners += [row] * count
         valid += [PAGE] * (count - 1)
         valid.append(length - PAGE * (count - 1))
-    index = torch.tensor([pages, owners, valid])
+    index = torch.tensor([pages, owners, valid], dtype=torch.int64)
     rows_NP = row_offsets().index_select(0, index[2]).add_(index[0].mul_(PAGE).unsqueeze(1))
     bias_N1P = valid_bias().index_select(0, index[2]).unsqueeze(1)
-    return DecodePlan(index[1], rows_NP, bias_N1P, len(pages) == len(lengths))
+    device, padded = page_table_BN.device, 0 in lengths
+    return DecodePlan(
+        index[1].to(device),
+        rows_NP.to(device),
+        bias_N1P.to(device),
+        single=len(pages) == len(lengths) and not padded,
+        padded=padded,
+    )

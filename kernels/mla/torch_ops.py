@@ -1,4 +1,6 @@
-"""Latent attention over a paged cache, fast on CPU; the equations are in `reference.py`.
+"""Latent attention over a paged cache, fast on CPU; prefill also on a GPU, with torch's attention.
+
+The equations are in `reference.py`.
 
 Cache [P * 64, R + r]: one row per token, latent then the shared (never rotated) key part.
 """
@@ -6,7 +8,9 @@ Cache [P * 64, R + r]: one row per token, latent then the shared (never rotated)
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from expertmesh.kernels.elementwise import sigmoid
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
@@ -14,6 +18,7 @@ from expertmesh.kernels.mla.plan import DecodePlan, plan_decode, row_offsets
 from expertmesh.kernels.mla.types import PAGE, MlaSpan
 
 GROUP_BYTES = 1 << 20  # pages gathered at a time: stays in cache, reuses the same memory
+EXPANDED_BYTES = 1 << 29  # keys and values expanded at a time on a GPU
 
 __all__ = ["DecodePlan", "MlaSpan", "mla_decode", "mla_plan", "mla_prefill", "output_gate"]
 
@@ -34,10 +39,11 @@ def mla_decode(
 ) -> Tensor:
     """One query per row in the absorbed form. Returns the attended latent [B, H, R] in q's dtype.
 
-    lengths_B >= 1 includes the new token, whose row is already in the cache; entries of the page
-    table behind a row's last page are ignored. `plan` = plan_decode(page_table_BN, lengths_B)
-    saves the bookkeeping when several layers share it. Softmax and sum run per page; pages are
-    then combined one by one in order, so the padding of a companion's table changes nothing.
+    lengths_B includes the new token, whose row is already in the cache; a row of length 0 (padding)
+    gives zeros. Entries of the page table behind a row's last page are ignored. `plan` =
+    mla_plan(page_table_BN, lengths_B) saves the bookkeeping when several layers share it. Softmax
+    and sum run per page; pages are then combined one by one in order, so the padding of a
+    companion's table changes nothing.
     """
     if plan is None:
         plan = plan_decode(page_table_BN, lengths_B)
@@ -66,6 +72,8 @@ def mla_decode(
     out_BHR.index_add_(0, plan.row_N, part_NHR.mul_(share_NH1))
     total_BH1 = part_NHR.new_zeros(batch, heads, 1)
     total_BH1.index_add_(0, plan.row_N, total_NH1.mul_(share_NH1))
+    if plan.padded:
+        total_BH1.masked_fill_(total_BH1 == 0, 1.0)
     return out_BHR.div_(total_BH1).to(q_latent_BHR.dtype)
 
 
@@ -93,17 +101,18 @@ def mla_prefill(
 ) -> Tensor:
     """Causal attention of every span over its whole context in the expanded form.
 
-    Returns [T, H, v] in q's dtype, zero outside the spans. A query at position p always sees a
-    masked key extent of ceil((p + 1) / 64) * 64, so its bits do not depend on how the prompt was
-    cut.
+    Returns [T, H, v] in q's dtype, zero outside the spans. On a CPU a query at position p always
+    sees a masked key extent of ceil((p + 1) / 64) * 64, so its bits do not depend on how the prompt
+    was cut. On a GPU torch's attention cuts the keys as it likes.
     """
+    attend = _prefill_span if cache.device.type == "cpu" else _prefill_span_fused
     tokens, heads, _ = q_nope_THd.shape
     out_THv = q_nope_THd.new_zeros(tokens, heads, w_v_HvR.shape[1])
     for span in spans:
         if span.row_end > span.row_begin:
             rows = slice(span.row_begin, span.row_end)
             q_THc = torch.cat((q_nope_THd[rows], q_rope_THr[rows]), dim=-1)
-            out_THv[rows] = _prefill_span(q_THc, cache, w_k_HdR, w_v_HvR, span, scale)
+            out_THv[rows] = attend(q_THc, cache, w_k_HdR, w_v_HvR, span, scale)
     return out_THv
 
 
@@ -143,6 +152,36 @@ def _prefill_span(
         out_HTv[:, low:high] = torch.bmm(prob_HQK, v_HLv[:, :extent])[:, : high - low]
         begin = stop
     return out_HTv.transpose(0, 1)
+
+
+def _prefill_span_fused(
+    q_THc: Tensor, cache: Tensor, w_k_HdR: Tensor, w_v_HvR: Tensor, span: MlaSpan, scale: float
+) -> Tensor:
+    """One span with torch's fused attention, a few heads at a time: keys and values of all heads
+    would be 85 times as large as the latents they come from."""
+    tokens, heads, width = q_THc.shape
+    end, rank = span.position + tokens, w_k_HdR.shape[2]
+    value = w_v_HvR.shape[1]
+    place_L = torch.arange(end, device=cache.device)
+    pages = span.pages.to(cache.device)
+    kv_LC = cache.index_select(0, pages[place_L // PAGE] * PAGE + place_L % PAGE)
+    latent_LR, rope_L1r = kv_LC[:, :rank], kv_LC[:, rank:].unsqueeze(1)
+    # The fused kernels want values as wide as keys: zeros, appended where latents are expanded.
+    w_v_HcR = F.pad(w_v_HvR, (0, 0, 0, max(0, width - value)))
+    group = max(1, EXPANDED_BYTES // (2 * end * width * cache.element_size()))
+    causal = causal_lower_right(tokens, end)
+    out_THv = q_THc.new_empty(tokens, heads, value)
+    for i in range(0, heads, group):
+        w_k_GdR, w_v_GcR = w_k_HdR[i : i + group], w_v_HcR[i : i + group]
+        some = w_k_GdR.shape[0]
+        k_LGd = (latent_LR @ w_k_GdR.reshape(-1, rank).t()).view(end, some, -1)
+        k_LGc = torch.cat((k_LGd, rope_L1r.expand(-1, some, -1)), dim=-1)
+        v_LGc = (latent_LR @ w_v_GcR.reshape(-1, rank).t()).view(end, some, -1)
+        q_TGc = q_THc[:, i : i + group]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TGc, k_LGc, v_LGc))
+        out_1GTc = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scale)
+        out_THv[:, i : i + group] = out_1GTc[0, :, :, :value].transpose(0, 1)
+    return out_THv
 
 
 def output_gate(out_TV: Tensor, gate_TV: Tensor) -> Tensor:

@@ -67,8 +67,20 @@ def test_decode(lengths: list[int], heads: int, rank: int, rope: int, seed: int)
     every = torch.arange(len(lengths))
     expected = case.decode(reference, every)
     assert_close(case.decode(torch_ops, every), expected)
-    plan = torch_ops.plan_decode(case.table, case.lengths)
+    plan = torch_ops.mla_plan(case.table, case.lengths)
     assert torch.equal(case.decode(torch_ops, every, plan=plan), case.decode(torch_ops, every))
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [65, 0, 3], [0, 64, 1], [0, 130]])
+def test_decode_of_padding_gives_zeros(lengths: list[int]) -> None:
+    case = make_case(lengths, 3, 16, 8)
+    every = torch.arange(len(lengths))
+    got = case.decode(torch_ops, every)
+    assert_close(got, case.decode(reference, every))
+    assert (got[torch.tensor(lengths) == 0] == 0).all()
+    real = torch.tensor(lengths).nonzero().flatten()
+    if len(real):
+        assert torch.equal(case.decode(torch_ops, real), got[real])
 
 
 def test_decode_with_one_huge_score() -> None:
@@ -137,6 +149,14 @@ def test_prefill(
     got, expected = torch_ops.mla_prefill(*args), reference.mla_prefill(*args)
     assert_close(got, expected)
     assert bool((got[outside] == 0).all())
+    # What a GPU runs, on this device: all heads at once, then as many as fit in 4 KB.
+    for at_once in (torch_ops.EXPANDED_BYTES, 1 << 12):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_ops, "_prefill_span", torch_ops._prefill_span_fused)
+            patch.setattr(torch_ops, "EXPANDED_BYTES", at_once)
+            got = torch_ops.mla_prefill(*args)
+        assert_close(got, expected)
+        assert bool((got[outside] == 0).all())
 
 
 @pytest.mark.parametrize("cuts", [[64], [128, 192], [1], [7, 8], [65], [1, 2, 3, 66, 130, 229]])
