@@ -233,6 +233,14 @@ def serve(
     dtype: Annotated[
         str, option(rich_help_panel=_MODEL, help="auto, float32 or bfloat16.")
     ] = "auto",
+    kernels: Annotated[
+        str,
+        option(
+            rich_help_panel=_MODEL,
+            help="auto, triton, torch or reference; then operators that differ: "
+            "auto,sample=torch. See `expertmesh doctor`.",
+        ),
+    ] = "auto",
     max_model_len: Annotated[
         Optional[int],  # noqa: UP045
         option(
@@ -302,6 +310,7 @@ def serve(
         served_model_name=served_model_name,
         grace_seconds=grace_seconds,
         dtype=dtype,
+        kernels=kernels,
         max_model_len=max_model_len,
         max_running=max_running,
         kv_pages=kv_pages,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.batch import PAGE_TOKENS
@@ -20,6 +21,7 @@ from expertmesh.cluster.placement import PlacementError, check_actors
 from expertmesh.deploy.edge_settings import TlsSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.listener import hold
+from expertmesh.kernels.registry import KernelsUnavailable, parse_choice, resolve
 
 # A process before it holds any weights: interpreter, torch, Ray's own threads.
 PROCESS_BYTES = 300 << 20
@@ -114,6 +116,18 @@ def check_recording(config: ModelConfig, file: Path | None) -> None:
         load_recording_of(file, config.moe_layers, config.num_experts)
     except (RecordingError, OSError) as error:
         raise Refused(ExitCode.USAGE, f"--routing-record: {error}") from error
+
+
+def check_kernels(choice: str, here: bool) -> None:
+    """here: whether this machine is the one that will serve; others' actors refuse by themselves.
+    Raises Refused with the reason."""
+    try:
+        parse_choice(choice)
+        if here:
+            resolve(choice, "cuda" if torch.cuda.is_available() else "cpu")
+    except KernelsUnavailable as error:
+        hint = "`expertmesh doctor` prints who can serve each operator"
+        raise Refused(ExitCode.USAGE, f"--kernels {choice}: {error}", hint) from error
 
 
 def even_share(config: ModelConfig, expert_actors: int) -> int:

@@ -29,7 +29,8 @@ def print_plan(
     )
     console.print(
         f"  weights   {size_text(summary.text_bytes)} in {summary.shards} "
-        f"shard{'s' if summary.shards > 1 else ''}, {options.dtype} compute, {actors}"
+        f"shard{'s' if summary.shards > 1 else ''}, {options.dtype} compute, "
+        f"{options.kernels} kernels, {actors}"
     )
     state = preflight.state_bytes(config, options.engine(config), 4)
     console.print(

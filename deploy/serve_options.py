@@ -56,6 +56,7 @@ class ServeOptions:
     served_model_name: str | None
     grace_seconds: int
     dtype: str
+    kernels: str = "auto"
     max_model_len: int | None
     max_running: int
     kv_pages: int
@@ -80,7 +81,10 @@ class ServeOptions:
     def load(self) -> LoadSettings:
         kind = cast(Literal["auto", "float32", "bfloat16"], self.dtype)
         return LoadSettings(
-            model=self.model, dtype=kind, expert_cache_bytes=self.expert_cache_bytes
+            model=self.model,
+            dtype=kind,
+            kernels=self.kernels,
+            expert_cache_bytes=self.expert_cache_bytes,
         )
 
     def engine(self, config: ModelConfig) -> EngineSettings:

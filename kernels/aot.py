@@ -25,6 +25,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
 from expertmesh.kernels.cases import Case, Make, all_cases
@@ -38,6 +39,7 @@ NVIDIA_TENSOR_CORE = {
     "UTCIMMA",
 }  # fmt: skip
 
+READING = 1  # raise it when what is read of a kernel changes
 MOST_ERROR = 1500  # characters; the compiler names the place first and the reason last
 
 
@@ -172,7 +174,14 @@ def _compile(what: Specialisation) -> Usage | str:
     except Exception as error:  # whatever the compiler raises is the result
         return f"{type(error).__name__}: {error}".strip()[-MOST_ERROR:]
     seconds = time.perf_counter() - began
-    return _amd_usage(made, seconds) if "amdgcn" in made.asm else _nvidia_usage(made, seconds)
+    # Taking machine code apart costs as much as compiling it: kept beside it, in Triton's cache.
+    cache, name = get_cache_manager(made.hash), f"usage-{READING}.json"
+    kept = cache.get_file(name)
+    if kept is not None:
+        return Usage(**json.loads(Path(kept).read_text()))
+    usage = _amd_usage(made, seconds) if "amdgcn" in made.asm else _nvidia_usage(made, seconds)
+    cache.put(json.dumps(asdict(usage)), name, binary=False)
+    return usage
 
 
 def _gpu(target: Target) -> GPUTarget:

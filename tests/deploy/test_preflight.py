@@ -242,9 +242,30 @@ def test_autoscaling_leaves_a_pool_without_a_maximum_alone(
 def test_options_reach_the_mesh(checkpoint: Path) -> None:
     config = preflight.check_folder(checkpoint)
     chosen = options(checkpoint, hold_seconds=7.0, rebalance_seconds=0.0, max_expert_actors=3)
-    settings = chosen.cluster(config, 4)
+    settings = replace(chosen, kernels="torch,sample=reference").cluster(config, 4)
+    assert settings.load.kernels == "torch,sample=reference"
     assert (settings.recovery.hold_s, settings.rebalance.period_s) == (7.0, 0.0)
     assert settings.slots_per_actor == 4 and settings.slots(config.num_experts, 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("cuda", "unknown kernel backend 'cuda'"),
+        ("auto,sample=triton,glue=torch", "unknown operator 'glue'"),
+        ("auto,pack_linear=triton", "triton cannot serve pack_linear: no Triton kernel"),
+    ],
+)
+def test_kernels_that_cannot_serve_are_refused(choice: str, message: str, checkpoint: Path) -> None:
+    with pytest.raises(Refused, match=message) as refused:
+        run(options(checkpoint, kernels=choice))
+    assert refused.value.code is ExitCode.USAGE and "doctor" in refused.value.hint
+
+
+def test_kernels_of_other_machines_are_refused_by_their_actors() -> None:
+    preflight.check_kernels("auto,pack_linear=triton", here=False)
+    with pytest.raises(Refused, match="unknown operator"):
+        preflight.check_kernels("auto,glue=torch", here=False)
 
 
 def test_dry_run_checks_the_port_and_warns_of_a_cut(
