@@ -158,7 +158,7 @@ class WholeAttention(_Whole):
         """As ReplicaChoice.by_order, on the device."""
         kept = self._tables.get(layer)
         if kept is None or kept[0] is not choice:
-            table_RE = torch.from_numpy(choice.orders_RE).to(ids_TK.device)
+            table_RE = self._uploads.send(choice.orders_RE)[0].clone()
             kept = self._tables[layer] = choice, table_RE
         table_RE = kept[1]
         order_T1 = (ids_TK[:1, :1] + self._places_C1[: len(ids_TK)]) % len(table_RE)

@@ -18,7 +18,7 @@ from tests.actors.exchange.pool import Placement, Pool, Steward, company, walk
 from tests.actors.exchange.toy import Shape, ToyBank, in_threads
 
 LAYERS = (1, 2, 4)
-LAYOUTS = ["direct", "exact", "padded"]
+LAYOUTS = ["direct", "exact", "padded", "mixed"]
 
 
 def shape_of(layout: str = "direct", max_rows: int = 8, **more: int) -> Shape:
@@ -64,7 +64,7 @@ def test_a_step_goes_on(how: str, place: tuple[str, int, int]) -> None:
     break_one_step(Pool(shape_of()), how, place)
 
 
-@pytest.mark.parametrize("layout", ["exact", "padded"])
+@pytest.mark.parametrize("layout", ["exact", "padded", "mixed"])
 @pytest.mark.parametrize("how", ["killed", "switched"])
 @pytest.mark.parametrize("place", SOME_PLACES, ids=str)
 def test_a_step_goes_on_in_all_layouts(layout: str, how: str, place: tuple[str, int, int]) -> None:

@@ -48,7 +48,7 @@ def generate(
     return tokens
 
 
-@pytest.mark.parametrize("layout", ["direct", "exact", "padded"])
+@pytest.mark.parametrize("layout", ["direct", "exact", "padded", "mixed"])
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_tokens_equal_one_process(opened: OpenModel, layout: str, ping_pong: bool) -> None:
     config = opened.config

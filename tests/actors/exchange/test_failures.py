@@ -26,7 +26,7 @@ from expertmesh.actors.exchange.wire import Frame
 from tests.actors.exchange.toy import HOST, Shape, ThreadMesh, ToyBank, in_threads
 
 DEADLINE = 1.5
-LAYOUTS = ["direct", "exact", "padded"]
+LAYOUTS = ["direct", "exact", "padded", "mixed"]
 SLEPT = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
 
 
@@ -90,7 +90,7 @@ def test_a_killed_expert_is_named_at_once(layout: str) -> None:
         assert time.monotonic() - began < DEADLINE + 0.5
         assert caught.value.step >= 3
         assert "closed by peer" in caught.value.reason or "deadline" in caught.value.reason
-        if layout != "padded":
+        if layout not in ("padded", "mixed"):
             assert caught.value.rank == 2 and "expert 1" in str(caught.value)
         processes[0].join(5)
         assert processes[0].exitcode == 3, "the survivor must not wait for ever"
@@ -116,7 +116,7 @@ def test_a_stopped_expert_is_named_within_the_deadline(layout: str) -> None:
         error = caught.value
         assert (error.layer, error.step) == (shape.layers[0], 3)
         assert "deadline" in error.reason
-        if layout != "padded":
+        if layout not in ("padded", "mixed"):
             assert (error.rank, error.phase) == (2, "combine")
 
 
@@ -160,7 +160,7 @@ def test_a_failing_expert_does_not_leave_the_others_waiting() -> None:
         assert isinstance(mesh.server_errors[1], ValueError)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
 @pytest.mark.parametrize("field", ["epoch", "step", "layer", "magic", "rows"])
 def test_a_wrong_header_is_an_error(
     monkeypatch: pytest.MonkeyPatch, layout: str, field: str

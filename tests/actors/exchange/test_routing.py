@@ -15,7 +15,7 @@ from expertmesh.actors.exchange.settings import ExchangeSettings
 from tests.actors.exchange.pool import Placement, Pool, company, walk
 from tests.actors.exchange.toy import Shape, ThreadMesh, ToyBank, in_threads
 
-LAYOUTS = ["direct", "exact", "padded"]
+LAYOUTS = ["direct", "exact", "padded", "mixed"]
 LAYERS = (1, 2, 4)
 
 
