@@ -15,6 +15,7 @@ from expertmesh.actors.model.checkpoint import CheckpointError, ExpertWeights, P
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.kernels.latent_moe.tables import ExpertTable
 from expertmesh.kernels.latent_moe.types import Glu
+from expertmesh.kernels.linear.half import HalfMatrix
 from expertmesh.kernels.registry import Kernels
 
 
@@ -164,7 +165,7 @@ class ExpertBank:
         if (made.w13.shape, made.w2.shape) != self._shapes:
             raise ValueError(f"matrices {[*made.w13.shape]} and {[*made.w2.shape]}")
         packed = packed_digest(layer, expert, weights)
-        digests = Digests(packed, derived_digest(layer, expert, (made.w13, made.w2)))
+        digests = Digests(packed, derived_digest(layer, expert, made.dense()))
         return Staged(layer, expert, weights, made, digests)
 
     def admit(self, staged: Staged) -> None:
@@ -189,13 +190,17 @@ class ExpertBank:
 
     def weights(self, layer: int, expert: int) -> tuple[Tensor, Tensor]:
         """Decoded (w13 [2I, D], w2 [D, I]) of one expert. Raises ExpertNotHeld."""
+        return self.decoded(layer, expert).dense()
+
+    def decoded(self, layer: int, expert: int) -> Decoded:
+        """One expert as the GEMM reads it. Raises ExpertNotHeld."""
         key = (layer, expert)
         hit = self._cache.get(key)
         if hit is None:
             held = self._find(layer, expert)
             hit = decode(self._kernels, held.weights, self._dtype)
             self._keep(key, held, hit)
-        return hit.w13, hit.w2
+        return hit
 
     def table(self, layer: int) -> ExpertTable:
         """What is held of a layer now, for kernels: its memory stays while somebody has it."""
@@ -237,7 +242,7 @@ class ExpertBank:
         kept = self._cache.peek((layer, expert))
         if kept is None:
             return Digests(packed, self._derived(layer, expert, held))
-        return Digests(packed, derived_digest(layer, expert, (kept.w13, kept.w2)))
+        return Digests(packed, derived_digest(layer, expert, kept.dense()))
 
     def stored(self, layer: int, expert: int) -> tuple[ExpertWeights, Digests]:
         """An expert with the digests it had when it came in. Raises ExpertNotHeld."""
@@ -248,7 +253,7 @@ class ExpertBank:
         """Always from the packed bytes, never from the cached copy that it shall vouch for."""
         if held.derived is None:
             made = decode(self._kernels, held.weights, self._dtype)
-            held.derived = derived_digest(layer, expert, (made.w13, made.w2))
+            held.derived = derived_digest(layer, expert, made.dense())
         return held.derived
 
     def _find(self, layer: int, expert: int) -> Held:
@@ -292,6 +297,10 @@ class LayerExperts:
 
     def __call__(self, expert: int) -> tuple[Tensor, Tensor]:
         return self.bank.weights(self.layer, expert)
+
+    def matrices(self, expert: int) -> tuple[Tensor | HalfMatrix, Tensor | HalfMatrix]:
+        found = self.bank.decoded(self.layer, expert)
+        return found.w13, found.w2
 
     def table(self) -> ExpertTable:
         return self.bank.table(self.layer)

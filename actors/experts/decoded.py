@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.actors.model.checkpoint import ExpertWeights, PackedMatrix
+from expertmesh.kernels.linear.half import HalfMatrix, to_half
 from expertmesh.kernels.linear.torch_ops import lay_out
 from expertmesh.kernels.registry import Kernels
 
@@ -16,26 +17,35 @@ Key = tuple[int, int]  # layer, expert
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """w13: gate and up stacked, [2I, D]. w2: down, [D, I]. Compute dtype."""
+    """w13: gate and up stacked, [2I, D]. w2: down, [D, I]. As the GEMM reads them."""
 
-    w13: Tensor
-    w2: Tensor
+    w13: Tensor | HalfMatrix
+    w2: Tensor | HalfMatrix
 
     @property
     def nbytes(self) -> int:
         return self.w13.nbytes + self.w2.nbytes
 
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Both as tensors, read out of the memory that the GEMM reads."""
+        return _dense(self.w13), _dense(self.w2)
+
+
+def _dense(matrix: Tensor | HalfMatrix) -> Tensor:
+    return matrix if isinstance(matrix, Tensor) else matrix.dense()
+
 
 def decode(kernels: Kernels, weights: ExpertWeights, dtype: torch.dtype) -> Decoded:
-    """Dense matrices in `dtype`, laid out for repeated products. The same bits every time."""
+    """Matrices for repeated products in `dtype`; in half the memory where that is exact. The same
+    bits every time."""
 
     def dense(matrix: PackedMatrix | Tensor) -> Tensor:
         if isinstance(matrix, PackedMatrix):
             return kernels.mxfp4_decode(matrix.packed, matrix.scale, dtype)
         return matrix.to(dtype)
 
-    w13 = torch.cat([dense(weights.w1), dense(weights.w3)])
-    return Decoded(lay_out(w13), lay_out(dense(weights.w2)))
+    w13, w2 = torch.cat([dense(weights.w1), dense(weights.w3)]), dense(weights.w2)
+    return Decoded(to_half(w13) or lay_out(w13), to_half(w2) or lay_out(w2))
 
 
 class DecodedCache:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from expertmesh.kernels.elementwise import constant, sigmoid, silu
 from expertmesh.kernels.latent_moe.types import ExpertWeightsOf, Glu
+from expertmesh.kernels.linear.half import HalfMatrix, full_row_counts
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 
 __all__ = ["ExpertWeightsOf", "Glu", "experts_partial_sum", "glu", "route"]
@@ -83,7 +84,12 @@ def experts_partial_sum(
     order = flat.argsort(kind="stable")[skipped:]
     hits = counts[1:].nonzero()[0]
     counts = counts[1:][hits]
-    sizes = np.maximum(counts, MIN_ROWS)
+    matrices_of = getattr(weights_of, "matrices", weights_of)  # as kept, where they are kept so
+    matrices = [matrices_of(slot) for slot in hits.tolist()]
+    kinds = {isinstance(matrix, Tensor) for pair in matrices for matrix in pair}
+    sizes = np.maximum(counts, MIN_ROWS) if True in kinds else counts
+    if False in kinds:
+        sizes = full_row_counts(sizes)
     ends = sizes.cumsum()
     rows = int(ends[-1])
     # place: row of the padded, expert-sorted buffer that serves the n-th sorted (token, k) pair.
@@ -95,20 +101,26 @@ def experts_partial_sum(
 
     zero_1D = z_TD.new_zeros(1, z_TD.shape[1])
     x_RD = torch.cat((z_TD, zero_1D)).index_select(0, torch.from_numpy(source))
-    weights = [weights_of(slot) for slot in hits.tolist()]
-    h_R2I = x_RD.new_empty(rows, weights[0][0].shape[0])
+    h_R2I = x_RD.new_empty(rows, matrices[0][0].shape[0])
     split = sizes.tolist()
-    for x, (w13, _), out in zip(x_RD.split(split), weights, h_R2I.split(split), strict=True):
-        torch.mm(x, w13.t(), out=out)
+    for x, (w13, _), out in zip(x_RD.split(split), matrices, h_R2I.split(split), strict=True):
+        _multiply(x, w13, out)
     act_RI = glu(h_R2I, spec)
     y_RD = x_RD.new_empty(rows + 1, x_RD.shape[1])
     y_RD[rows].zero_()
     split.append(1)
     for act, (_, w2), out in zip(
-        act_RI.split(split[:-1]), weights, y_RD.split(split), strict=False
+        act_RI.split(split[:-1]), matrices, y_RD.split(split), strict=False
     ):
-        torch.mm(act, w2.t(), out=out)
+        _multiply(act, w2, out)
     y_TKD = y_RD.index_select(0, torch.from_numpy(serving)).view(tokens, top_k, -1).float()
     if skipped:
         weights_TK = weights_TK.masked_fill(ids_TK < 0, 0.0)
     return y_TKD.mul_(weights_TK.unsqueeze(-1)).sum(1, dtype=sum_dtype)
+
+
+def _multiply(x_RK: Tensor, weight_NK: Tensor | HalfMatrix, out_RN: Tensor) -> None:
+    if isinstance(weight_NK, Tensor):
+        torch.mm(x_RK, weight_NK.t(), out=out_RN)
+    else:
+        weight_NK.into(x_RK, out_RN)

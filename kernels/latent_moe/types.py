@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from expertmesh.kernels.latent_moe.tables import ExpertTable
+from expertmesh.kernels.linear.half import HalfMatrix
 
 ExpertWeightsOf = Callable[[int], tuple[Tensor, Tensor]]
 """expert number -> (w13 [2I, D] gate rows first, w2 [D, I])"""
@@ -17,6 +18,10 @@ class Experts(Protocol):
     kernels that find them by themselves."""
 
     def __call__(self, expert: int) -> tuple[Tensor, Tensor]: ...
+
+    def matrices(self, expert: int) -> tuple[Tensor | HalfMatrix, Tensor | HalfMatrix]:
+        """The same as they are kept for products."""
+        ...
 
     def table(self) -> ExpertTable: ...
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -92,6 +93,12 @@ def full_rows(rows: int) -> int:
     """
     whole, rest = divmod(rows, PERIOD)
     return whole * PERIOD + _table()[rest]
+
+
+def full_row_counts(rows_E: np.ndarray) -> np.ndarray:
+    """`full_rows` of each."""
+    rest_E = rows_E % PERIOD
+    return rows_E - rest_E + np.take(_table(), rest_E)
 
 
 @cache

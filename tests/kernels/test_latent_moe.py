@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -6,6 +8,7 @@ from torch import Tensor
 
 from expertmesh.kernels.latent_moe import reference, torch_ops
 from expertmesh.kernels.latent_moe.types import Glu
+from expertmesh.kernels.linear.half import to_half
 from expertmesh.kernels.linear.torch_ops import lay_out
 from tests.kernels.checks import assert_close, assert_rows_alone, randn
 
@@ -110,14 +113,20 @@ def test_only_hit_experts_are_asked_for_their_weights() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 4])
-@pytest.mark.parametrize("laid_out", [False, True])
+@pytest.mark.parametrize("kept", ["as stored", "laid out", "in float16", "mixed"])
 @pytest.mark.parametrize(("width", "hidden"), [(32, 48), (64, 96), (128, 32)])
 def test_partial_sum_rows_do_not_depend_on_companions(
-    top_k: int, laid_out: bool, width: int, hidden: int
+    top_k: int, kept: str, width: int, hidden: int
 ) -> None:
-    experts = make_experts(7, width, hidden, 0)
-    if laid_out:
+    experts: list[Any] = [
+        (w13.bfloat16().float(), w2.bfloat16().float())
+        for w13, w2 in make_experts(7, width, hidden, 0)
+    ]
+    if kept == "laid out":
         experts = [(lay_out(w13), lay_out(w2)) for w13, w2 in experts]
+    elif kept != "as stored":
+        first = 0 if kept == "in float16" else 3
+        experts[first:] = [(to_half(w13), to_half(w2)) for w13, w2 in experts[first:]]
     weights_of = experts.__getitem__
     z, ids = randn(40, width), draw_ids(40, 7, top_k, 0.7, 1)
     weights = randn(40, top_k, seed=2)
@@ -161,3 +170,11 @@ def test_bf16_activations_give_a_float32_sum() -> None:
     z, ids = randn(5, 32).bfloat16(), draw_ids(5, 4, 2, 1.0, 1)
     args = (z, ids, torch.rand(5, 2), experts.__getitem__, GLUS[0])
     assert_close(torch_ops.experts_partial_sum(*args), reference.experts_partial_sum(*args), 2e-2)
+
+
+def test_experts_kept_in_float16_give_what_dense_ones_do() -> None:
+    dense = [(a.bfloat16().float(), b.bfloat16().float()) for a, b in make_experts(5, 64, 48, 0)]
+    halves = [(to_half(w13), to_half(w2)) for w13, w2 in dense]
+    args = (randn(33, 64), draw_ids(33, 5, 3, 0.8, 1), randn(33, 3, seed=2).abs())
+    got = torch_ops.experts_partial_sum(*args, halves.__getitem__, GLUS[0])
+    assert_close(got, reference.experts_partial_sum(*args, dense.__getitem__, GLUS[0]))

@@ -1,5 +1,6 @@
 """Seeded damage to one expert: in memory, in its decoded copy, or on its way."""
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,12 +8,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.experts.digests import bytes_of, stored_tensors
 from expertmesh.actors.experts.transfer import Packet
 from expertmesh.actors.model.checkpoint import ExpertWeights, PackedMatrix
+from expertmesh.kernels.linear.half import HalfMatrix, to_half
 
 Key = tuple[int, int]  # layer, expert
 Damage = AbstractContextManager[None]  # undone at its end
@@ -26,14 +29,6 @@ def flipped(tensor: Tensor, choose: random.Random) -> Iterator[None]:
     memory[place] ^= bit
     yield
     memory[place] ^= bit
-
-
-@contextmanager
-def overwritten(target: Tensor, source: Tensor) -> Iterator[None]:
-    kept = target.clone()
-    target.copy_(source)
-    yield
-    target.copy_(kept)
 
 
 @contextmanager
@@ -68,13 +63,46 @@ def scale_bit(case: Case) -> Damage:
     return flipped(case.stored("scale"), case.choose)
 
 
+@contextmanager
+def copied(bank: ExpertBank, key: Key, **matrices: HalfMatrix | None) -> Iterator[None]:
+    """The decoded copy of `key` has `matrices` in the place of its own."""
+    kept, cache = bank.decoded(*key), bank._cache
+    cache.remove(key)
+    cache.put(key, replace(kept, **matrices))
+    yield
+    cache.remove(key)
+    cache.put(key, kept)
+
+
+def with_a_bit_flipped(matrix: Tensor, choose: random.Random) -> HalfMatrix:
+    """One bit of a float16 number, so that it is another finite number."""
+    halves = matrix.half().contiguous()
+    bits, values = halves.view(torch.int16).view(-1).numpy(), halves.view(-1)
+    while True:
+        place, bit = (
+            choose.randrange(bits.size),
+            np.uint16(1 << choose.randrange(16)).view(np.int16),
+        )
+        before = float(values[place])
+        bits[place] ^= bit
+        after = float(values[place])
+        if math.isfinite(after) and after != before:
+            made = to_half(halves.float())
+            assert made is not None
+            return made
+        bits[place] ^= bit
+
+
 def derived_bit(case: Case) -> Damage:
-    return flipped(case.choose.choice(case.bank.weights(*case.key)), case.choose)
+    name, at = case.choose.choice([("w13", 0), ("w2", 1)])
+    wrong = with_a_bit_flipped(case.bank.weights(*case.key)[at], case.choose)
+    return copied(case.bank, case.key, **{name: wrong})
 
 
 def derived_of_another(case: Case) -> Damage:
-    which = case.choose.randrange(2)
-    return overwritten(case.bank.weights(*case.key)[which], case.bank.weights(*case.other)[which])
+    name = case.choose.choice(["w13", "w2"])
+    other = getattr(case.bank.decoded(*case.other), name)
+    return copied(case.bank, case.key, **{name: other})
 
 
 def stale_scale(case: Case) -> Damage:

@@ -27,8 +27,8 @@ class Sample(NamedTuple):
 
     @property
     def decoded_bytes(self) -> int:
-        """Of one expert in float32."""
-        return 3 * self.config.latent_size * self.config.moe_intermediate_size * 4
+        """Of one expert as it is cached: two bytes a number, which is exact."""
+        return 3 * self.config.latent_size * self.config.moe_intermediate_size * 2
 
     def bank(self, ids: Sequence[int], cache_bytes: int = ROOMY) -> ExpertBank:
         placed = dict.fromkeys(self.layers, ids)

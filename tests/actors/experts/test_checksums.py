@@ -17,7 +17,14 @@ from expertmesh.actors.experts.decoded import Decoded
 from expertmesh.actors.experts.transfer import ChecksumError, Packet, TransferError
 from expertmesh.actors.model.checkpoint import CheckpointError, ExpertWeights
 from expertmesh.actors.model.loading import LoadSettings
-from tests.actors.experts.corruption import IN_MEMORY, Case, damaged, flipped
+from tests.actors.experts.corruption import (
+    IN_MEMORY,
+    Case,
+    copied,
+    damaged,
+    flipped,
+    with_a_bit_flipped,
+)
 from tests.actors.experts.sample import EXPERTS, Sample
 
 CORRUPTIONS = 10_000
@@ -122,7 +129,7 @@ def test_a_bad_decode_is_found_although_the_stored_bytes_are_right(
 
     def decode(*args: object) -> Decoded:
         made = original(*args)
-        return Decoded(made.w13.contiguous(), made.w2)  # right numbers, another layout
+        return Decoded(made.dense()[0].contiguous(), made.w2)  # right numbers, another layout
 
     monkeypatch.setattr(bank_module, "decode", decode)
     with pytest.raises(TransferError, match="mismatch in its decoded matrices"):
@@ -132,11 +139,11 @@ def test_a_bad_decode_is_found_although_the_stored_bytes_are_right(
 
 
 def test_an_expert_that_is_here_already_is_verified_in_place(sample: Sample) -> None:
-    bank, layer = sample.bank([0, 1]), sample.layers[0]
+    bank, layer, choose = sample.bank([0, 1]), sample.layers[0], random.Random(1)
     sender = Sender()  # is not asked
     assert adopt(bank, layer, 1, sender) == bank.checksum(layer, 1)
     with (
-        flipped(bank.weights(layer, 1)[0], random.Random(1)),
+        copied(bank, (layer, 1), w13=with_a_bit_flipped(bank.weights(layer, 1)[0], choose)),
         pytest.raises(TransferError, match=r"held here already, .* in its decoded matrices"),
     ):
         adopt(bank, layer, 1, sender)

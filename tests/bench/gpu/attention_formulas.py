@@ -98,7 +98,9 @@ def _step(
     """state [N, Dk, Dv], the others [N, D], beta [N] -> (out [N, Dv], new state)."""
     state = gate.exp().unsqueeze(-1) * state
     predicted = torch.bmm(k.unsqueeze(1), state).squeeze(1)
-    state = torch.baddbmm(state, k.unsqueeze(2), (beta.unsqueeze(-1) * (v - predicted)).unsqueeze(1))
+    state = torch.baddbmm(
+        state, k.unsqueeze(2), (beta.unsqueeze(-1) * (v - predicted)).unsqueeze(1)
+    )
     return torch.bmm(q.unsqueeze(1), state).squeeze(1), state
 
 

@@ -39,9 +39,9 @@ def facts(device: torch.device) -> dict[str, Any]:
             "nvidia_smi": dict(
                 zip(
                     QUERY.split(","),
-                    _output(
-                        "nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"
-                    ).split(", "),
+                    _output("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader").split(
+                        ", "
+                    ),
                     strict=False,
                 )
             ),
@@ -91,9 +91,7 @@ def ceilings(
     def fp8() -> dict[str, Any]:
         left, right = drawn(torch.float8_e4m3fn)
         one = torch.ones((), device=device)
-        return rate(
-            lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
-        )
+        return rate(lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16))
 
     return {"copy": copy, "bf16": bf16, "fp8": fp8, "tf32": tf32, "fp32": fp32}
 

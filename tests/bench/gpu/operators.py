@@ -29,9 +29,7 @@ def implementation(operator: str, backend: str) -> Callable[..., Any]:
 
 def cases() -> dict[str, Case]:
     """Those of operators that have a Triton kernel, by name."""
-    return {
-        case.name: case for case in all_cases() if not OPERATORS[case.operator].without_triton
-    }
+    return {case.name: case for case in all_cases() if not OPERATORS[case.operator].without_triton}
 
 
 def formula(operator: str) -> Formula | None:

@@ -27,7 +27,9 @@ def copies_of(
 
 def held_bytes(args: Args) -> int:
     """Memory that the tensors among the arguments keep, each storage once."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(args)}
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(args)
+    }
     return sum(storages.values())
 
 
