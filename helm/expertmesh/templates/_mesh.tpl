@@ -49,6 +49,7 @@ load:
   model: {{ include "expertmesh.modelPath" . }}
   dtype: {{ $v.model.dtype }}
   device: {{ $v.model.device }}
+  kernels: {{ $v.model.kernels | quote }}
   read_mode: {{ $v.model.readMode }}
 attention_replicas: {{ include "expertmesh.attentionActors" . }}
 expert_actors: {{ include "expertmesh.expertActors" . }}
