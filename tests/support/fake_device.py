@@ -19,13 +19,15 @@ from expertmesh.actors.model.upload import DTYPES
 from expertmesh.kernels.launch import Launch, recording
 
 META = torch.device("meta")
+MOVES = ("aten::to.", "aten::_to_copy")
 
 
 class _OneDevice(TorchDispatchMode):
     """operators: how many ran, views left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, moving: bool) -> None:
         super().__init__()
+        self._moving = moving
         self.operators = 0
 
     def __torch_dispatch__(
@@ -38,7 +40,7 @@ class _OneDevice(TorchDispatchMode):
         # A number as a 0-d tensor of the host may meet tensors of a device.
         types_of = {each.device.type for each in inside if each.dim() or each.device == META}
         types_of |= {each.device.type for each in made if inside}
-        if len(types_of) > 1:
+        if len(types_of) > 1 and not (self._moving and func.name().startswith(MOVES)):
             shapes = [(each.device.type, tuple(each.shape)) for each in inside]
             raise AssertionError(f"{func}: tensors of the host and of the device, {shapes}")
         self.operators += not all(each._is_view() for each in made)
@@ -46,10 +48,11 @@ class _OneDevice(TorchDispatchMode):
 
 
 @contextmanager
-def one_device() -> Iterator[tuple[_OneDevice, list[Launch]]]:
+def one_device(moving: bool = False) -> Iterator[tuple[_OneDevice, list[Launch]]]:
     """Inside, an operator on tensors of host and device, or a copy from one to the other, is an
-    AssertionError; kernel launches are listed and not made."""
-    mode = _OneDevice()
+    AssertionError; kernel launches are listed and not made. moving: host tensors may be moved to
+    the device, as prompts do with what is planned for them."""
+    mode = _OneDevice(moving)
     with recording() as launches, mode:
         yield mode, launches
 
