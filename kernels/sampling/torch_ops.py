@@ -35,8 +35,13 @@ def sample(
     relative to the largest probability). Ids tied with the last kept one are all kept, by top_k
     and by top_p. The draw is the inverse of the cumulative distribution in id order at
     `uniform_B` in [0, 1). A temperature below GREEDY_BELOW takes the lowest id among the largest
-    logits, and so does a row without a finite maximum (all -inf, or any +inf or NaN).
+    logits, and so does a row without a finite maximum (all -inf, or any +inf or NaN). On another
+    device the logits are copied to the host.
     """
+    device = logits_BV.device
+    if device.type != "cpu":
+        settings = (logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, uniform_B)
+        return sample(*(x.cpu() for x in settings)).to(device)
     drawn = [row for row, t in enumerate(temperature_B.tolist()) if t >= GREEDY_BELOW]
     if not drawn:
         return _argmax(logits_BV)
