@@ -6,7 +6,7 @@ ARGS   ?=
 # Several processes with several OpenMP threads each starve one another on a small machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install serve test chaos lint bench clean
+.PHONY: install serve test test-kernels chaos lint bench clean
 
 install: $(VENV)/.installed
 
@@ -21,9 +21,13 @@ $(VENV)/.installed: pyproject.toml
 serve: install
 	$(BIN)/expertmesh serve $(ARGS)
 
-# Unit tests run two files at a time; what needs the machine to itself comes after them, in turn.
+# Two workers: one takes the system tests in turn, which mostly wait, the other the unit tests.
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+
+# Kernels alone: interpreted against their references, and compiled for GPUs that need not be here.
+test-kernels: install
+	$(BIN)/python -m pytest tests/kernels $(ARGS)
 
 # Nightly: 200 seeded kills, stops and scalings under load; about half an hour on two cores.
 chaos: install

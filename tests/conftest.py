@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 torch.set_num_threads(1)
 # Wall-clock deadlines would make property tests depend on the machine's load.
@@ -29,7 +30,7 @@ settings.register_profile(
 )
 settings.load_profile("expertmesh")
 
-# Whole processes, signals and deadlines: in turn, when everything else is done.
+# Whole processes, signals and deadlines: in turn, and without xdist after everything else.
 ALONE = ("tests/system/", "tests/actors/exchange/")
 
 
@@ -38,10 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Schedule(LoadScopeScheduling):
-    """The tests of a file share a worker, and so their fixtures."""
+    """The tests of a file share a worker, and so their fixtures. Those that run in turn go to one
+    worker from the start: they mostly wait, and the other deals with the files meanwhile."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if "alone" in self.workqueue:
+            self.workqueue.move_to_end("alone", last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

@@ -19,6 +19,7 @@ from expertmesh.deploy.serve_app import DoorSettings, door_application
 from expertmesh.deploy.serve_scaling import LOOK_BACK_S, seats_application
 from tests.support.fake_mesh import FakeKeeper, FakeReplica
 from tests.support.http_server import free_port
+from tests.support.local_ray import start_local
 from tests.support.server_process import wait_for
 
 MOST = 2
@@ -33,8 +34,7 @@ FOLLOW_S = 120.0
 def keeper() -> Iterator[Any]:
     # How often seats report to Serve's controller; by default every 10 s.
     os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.5"
-    ray.init(address="local", num_cpus=4, object_store_memory=128 << 20, include_dashboard=False,
-             namespace="seats", log_to_driver=False)  # fmt: skip
+    start_local(num_cpus=4, namespace="seats", log_to_driver=False)
     try:
         actor = ray.remote(FakeKeeper).options(name="seats-mesh", num_cpus=0, max_concurrency=8)
         mesh = actor.remote(1)
