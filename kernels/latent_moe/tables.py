@@ -16,8 +16,8 @@ Matrices = tuple[Matrix, Matrix, Matrix]
 """w1 = gate [I, D], w2 = down [D, I], w3 = up [I, D]: dense, or (codes uint8 [N, K/2], scale uint8
 [N, K/32]) as kernels/quant packs them. All three of one expert in one form."""
 
-MXFP4 = 1
-_DENSE = {torch.bfloat16: 2, torch.float32: 3}
+MXFP4, BFLOAT16, FLOAT32 = 1, 2, 3  # forms
+_DENSE = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 COLUMNS = 7
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.kernels.latent_moe.tables import MXFP4, ExpertTable
+from expertmesh.kernels.latent_moe.tables import FLOAT32, MXFP4, ExpertTable
 from expertmesh.kernels.latent_moe.triton_glu import betas, gated
 from expertmesh.kernels.latent_moe.triton_permute import Placement, place, weighted_sum
 from expertmesh.kernels.latent_moe.types import Experts, Glu
@@ -205,19 +205,25 @@ class Tiles:
     stages: int
 
 
-def block_rows(tokens: int, top_k: int, table: ExpertTable) -> int:
+def block_rows(tokens: int, top_k: int, table: ExpertTable, dtype: torch.dtype) -> int:
     """Rows per block: about what an expert gets. Rows arrive because they have an expert here, so
     one each at least; where all experts are here they have all their choices."""
     expected = max(tokens * top_k // table.slots_E.shape[0], tokens // max(1, table.held))
-    return min(128, max(16, power_of_two(expected)))
+    return min(64 if dtype == torch.float32 else 128, max(16, power_of_two(expected)))
 
 
 def tiles(rows: int, form: int, dtype: torch.dtype) -> Tiles:
+    """What compiles for all three GPUs without spilling registers."""
+    gpu = target()
+    amd = gpu.startswith("gfx")
     if dtype == torch.float32:
-        return Tiles(64, 32, 4, 2)
+        return Tiles(64, 32, 4, 2 if amd else 3)
+    halved = form == FLOAT32  # twice the bytes
     if rows <= 32:
-        return Tiles(64, 128, 4, 4)
-    return Tiles(128, 64, 8, 3)
+        return Tiles(64, 64 if halved else 128, 4, 2 if amd else 4)
+    if rows == 128 and form == MXFP4 and gpu.startswith("sm_10"):
+        return Tiles(64, 128, 8, 3)
+    return Tiles(128, 32 if halved else 64, 8, 2 if amd else 3)
 
 
 def experts_partial_sum(
@@ -238,7 +244,7 @@ def experts_partial_sum(
     tokens, width = z_TD.shape
     top_k = ids_TK.shape[1]
     table = weights_of.table()
-    rows = block_rows(tokens, top_k, table)
+    rows = block_rows(tokens, top_k, table, z_TD.dtype)
     placement = place(ids_TK, table, rows)
     device = z_TD.device
     hidden_RI = torch.empty((placement.rows, table.inner), dtype=z_TD.dtype, device=device)
