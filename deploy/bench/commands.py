@@ -47,3 +47,34 @@ def residual(
 
     folder = (model or BUNDLED).absolute()
     run_command(run_residual, folder, tokens or [1, 8, 32], rounds, threads, k3, as_json)
+
+
+@bench.command()
+def kernels(
+    operators: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(help="Operators of `expertmesh doctor`. Default: all."),
+    ] = None,
+    aot: Annotated[
+        bool, typer.Option("--aot", help="Compile for GPUs that need not be here, and judge.")
+    ] = False,
+    target: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="With --aot: sm_90, sm_100, gfx942; may be repeated. Default: all."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Kernels at K3's shapes: the least an H200 needs, and what a GPU here takes.
+
+    With --aot: registers, spills, shared and tensor memory, tensor-core instructions, from the
+    machine code. Exit codes: 0 all is well, 1 an operator failed or a gate was missed, 2 wrong
+    usage.
+    """
+    from expertmesh.deploy.bench.kernels_report import run_aot, run_floors
+
+    if aot:
+        run_command(run_aot, operators or [], target or [], as_json)
+    elif target:
+        raise typer.BadParameter("only with --aot", param_hint="--target")
+    else:
+        run_command(run_floors, operators or [], as_json)

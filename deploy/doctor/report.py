@@ -39,6 +39,7 @@ def run_doctor(model: Path | None, address: str | None, exchange: bool, as_json:
             "ok": not failed,
             "findings": findings,
             "operators": _by_operator(operators),
+            "chosen": {one.name: one.backend for one in operators if one.chosen},
             "exchange": trips,
         }
         print(json.dumps(msgspec.to_builtins(report)))
@@ -79,21 +80,29 @@ def _print(findings: list[Finding], operators: list[OperatorSupport]) -> None:
                 status = f"[{_COLOURS[one.status]}]{one.status}[/]"
                 table.add_row(status, one.name, escape(one.value), escape(one.advice))
     console.print(table)
-    console.print(_operator_table(operators))
+    _print_operators(console, operators)
     failed = sum(one.status == "fail" for one in findings)
     warned = sum(one.status == "warn" for one in findings)
     colour = "red" if failed else "green"
     console.print(f"[{colour}]{failed} failed[/], {warned} to look at")
 
 
-def _operator_table(operators: list[OperatorSupport]) -> Table:
+def _print_operators(console: Console, operators: list[OperatorSupport]) -> None:
+    """Reasons that several operators share stand below the table, once."""
+    chosen = {one.name: one.backend for one in operators if one.chosen}
     by_operator = _by_operator(operators)
     backends = list(next(iter(by_operator.values())))
-    table = Table("operator", *backends, title="who can serve each operator here")
+    table = Table("operator", "auto takes", *backends, title="who can serve each operator here")
+    notes: dict[str, int] = {}
     for name, served in by_operator.items():
         cells = [
-            "[green]yes[/]" if served[one] == "available" else escape(served[one])
+            "[green]yes[/]"
+            if served[one] == "available"
+            else f"no ({notes.setdefault(served[one], len(notes) + 1)})"
             for one in backends
         ]
-        table.add_row(name, *cells)
-    return table
+        table.add_row(name, chosen.get(name, "[red]none[/]"), *cells)
+    console.print(table)
+    for reason, number in notes.items():
+        console.print(f"({number}) {escape(reason)}")
+    console.print("`expertmesh serve --kernels auto,OPERATOR=BACKEND` chooses otherwise")

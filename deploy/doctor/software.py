@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -101,10 +102,18 @@ def _driver() -> tuple[str, int] | None:
 
 
 def check_operators() -> tuple[list[OperatorSupport], Finding]:
-    """The table, and whether every operator has a backend."""
-    table = operator_support()
-    served = {one.name for one in table if one.backend == "torch" and not one.reason}
-    missing = sorted({one.name for one in table} - served)
-    value = f"{len(served)} by torch" + (f"; none for {', '.join(missing)}" if missing else "")
-    advice = "the installation is damaged: install the package again"
-    return table, judged(SECTION, "operators", value, not missing, advice, "fail")
+    """The table, and whether every operator has a backend: on a GPU Triton, wherever it can."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = operator_support(device)
+    chosen = {one.name: one for one in table if one.chosen}
+    missing = sorted({one.name for one in table} - {one.name for one in chosen.values()})
+    missing += [name for name, one in chosen.items() if one.reason]
+    counts = Counter(one.backend for one in chosen.values())
+    value = ", ".join(f"{count} by {backend}" for backend, count in counts.most_common())
+    value += f"; none for {', '.join(missing)}" if missing else ""
+    if missing:
+        advice = "the installation is damaged: install the package again"
+        return table, Finding(SECTION, "operators", "fail", value, advice)
+    slow = device == "cuda" and "triton" not in counts
+    advice = "torch is slow at most of them: pip install 'expertmesh[gpu]'"
+    return table, judged(SECTION, "operators", value, not slow, advice)

@@ -18,6 +18,7 @@ from expertmesh.deploy.doctor import exchange_test, machine, model, network, ray
 from expertmesh.deploy.doctor.findings import Finding
 from expertmesh.deploy.doctor.network import Interface, judge_interfaces, nccl_takes
 from expertmesh.deploy.exit_codes import ExitCode
+from expertmesh.kernels.registry import OPERATORS, OperatorSupport
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tampering import shards_of
 
@@ -38,7 +39,9 @@ def test_a_real_run_as_json() -> None:
     assert failed == [] and report["ok"] and done.exit_code == 0
     assert all(one.advice for one in findings if one.status != "ok")
     assert report["operators"]["attn_res_mix"]["torch"] == "available"
-    assert "triton" in report["operators"]["kda_decode"]["triton"]
+    assert report["operators"]["pack_linear"]["triton"].startswith("no Triton kernel: ")
+    assert set(report["chosen"]) == set(report["operators"]) == set(OPERATORS)
+    assert set(report["chosen"].values()) == {"torch"}
     assert [trip["layout"] for trip in report["exchange"]] == ["direct", "exact", "padded"]
     assert all(0 < trip["median_s"] <= trip["p99_s"] for trip in report["exchange"])
     assert {one.name for one in findings} >= {"Python", "torch", "ray", "/dev/shm", "open files"}
@@ -48,7 +51,10 @@ def test_a_terminal_gets_tables_and_failures_an_exit_code(tmp_path: Path) -> Non
     arguments = ["doctor", "--no-exchange", "--model", str(tmp_path / "nowhere")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == ExitCode.FAILED
-    assert "1 failed" in done.stdout and "attn_res_mix" in done.stdout
+    assert "1 failed" in done.stdout
+    (row,) = [line for line in done.stdout.splitlines() if " pack_linear " in line]
+    assert row.replace("│", " ").split() == ["pack_linear", "torch", "yes", "yes", "no", "(1)"]
+    assert "(1) no Triton kernel: a dense matmul" in done.stdout
 
 
 class TestMachine:
@@ -104,6 +110,35 @@ class TestMachine:
 
 
 class TestSoftware:
+    @staticmethod
+    def table(reason: str) -> list[OperatorSupport]:
+        return [
+            OperatorSupport("glu", "triton", reason, chosen=not reason),
+            OperatorSupport("glu", "torch", chosen=bool(reason)),
+        ]
+
+    @pytest.mark.parametrize(
+        ("gpu", "reason", "status"),
+        [(True, "", "ok"), (True, "triton is not installed", "warn"), (False, "no GPU", "ok")],
+    )
+    def test_operators(
+        self, gpu: bool, reason: str, status: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.setattr(software, "operator_support", lambda device: self.table(reason))
+        _, found = software.check_operators()
+        assert found.status == status and found.value == f"1 by {'torch' if reason else 'triton'}"
+
+    def test_an_operator_that_nothing_serves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        broken = [
+            OperatorSupport("glu", "triton", "no GPU"),
+            OperatorSupport("glu", "torch", "ImportError: libgomp", chosen=True),
+            OperatorSupport("mix", "torch", "ImportError: libgomp"),
+        ]
+        monkeypatch.setattr(software, "operator_support", lambda device: broken)
+        _, found = software.check_operators()
+        assert found.status == "fail" and found.value.endswith("none for mix, glu")
+
     def test_a_version_that_does_not_fit_and_one_that_is_missing(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

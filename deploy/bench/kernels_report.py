@@ -1,0 +1,113 @@
+"""What `expertmesh bench kernels` prints."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from expertmesh.deploy.bench.kernels import Floor, floors
+from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.deploy.preflight import size_text
+from expertmesh.kernels.gates import TARGETS
+from expertmesh.kernels.launch import interpreted
+from expertmesh.kernels.registry import OPERATORS
+
+
+def run_floors(operators: list[str], as_json: bool) -> None:
+    """Raises Refused, or Exit with FAILED when an operator failed on the GPU."""
+    _check_names(operators, OPERATORS, "operator")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    found = list(floors(operators, gpu is not None))
+    failed = any(one.measured is not None and one.measured.error for one in found)
+    if as_json:
+        report: dict[str, Any] = {
+            "bench": "kernels", "floors_of": "H200", "gpu": gpu, "torch": str(torch.__version__),
+            "cases": found,
+        }  # fmt: skip
+        print(msgspec.json.encode(report).decode())
+    else:
+        _print_floors(found, gpu)
+    raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
+
+
+def run_aot(operators: list[str], targets: list[str], as_json: bool) -> None:
+    """Raises Refused, or Exit with FAILED when a gate is missed."""
+    _check_names(operators, OPERATORS, "operator")
+    _check_names(targets, TARGETS, "target")
+    if interpreted():
+        raise Refused(ExitCode.USAGE, "TRITON_INTERPRET=1 is set: nothing is compiled then")
+    try:
+        from expertmesh.kernels import aot
+    except ImportError as error:
+        hint = "pip install 'expertmesh[gpu]'"
+        raise Refused(ExitCode.USAGE, f"kernels are compiled by Triton: {error}", hint) from error
+    compiled = aot.check(operators, targets or list(TARGETS), len(os.sched_getaffinity(0)))
+    wrong = [one for one in compiled if list(one.verdicts())]
+    if as_json:
+        records = [aot.as_record(one) for one in compiled]
+        print(msgspec.json.encode({"bench": "kernels --aot", "compiled": records}).decode())
+        raise typer.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
+    console = Console(highlight=False)
+    table = Table(*aot.COLUMNS, title="kernels compiled at K3's shapes")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for one in compiled:
+        table.add_row(*aot.as_row(one), style="red" if one in wrong else None)
+    console.print(table)
+    console.print(
+        "regs: per thread. shared: bytes. tmem: columns. mma: instructions of the tensor cores. "
+        "s: to compile"
+    )
+    for one in compiled:
+        name = f"{one.what.kernel} on {one.what.target}"
+        for gate, reason in one.excused.items():
+            console.print(f"{name} may miss {gate}: {escape(reason)}")
+        for verdict in one.verdicts():
+            console.print(f"[red]{name}[/] ({', '.join(one.cases)}): {escape(verdict)}")
+    colour = "red" if wrong else "green"
+    console.print(f"{len(compiled)} compiled, [{colour}]{len(wrong)} miss a gate[/]")
+    raise typer.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
+
+
+def _check_names(given: Sequence[str], known: Sequence[str] | dict[str, Any], kind: str) -> None:
+    for name in given:
+        if name not in known:
+            raise Refused(ExitCode.USAGE, f"unknown {kind} {name!r}; there are {', '.join(known)}")
+
+
+def _print_floors(found: list[Floor], gpu: str | None) -> None:
+    console = Console(highlight=False)
+    table = Table(
+        "operator", "phase", "size", "moves", "computes", "H200 floor", "bound by",
+        title="kernels at K3's shapes",
+    )  # fmt: skip
+    if gpu is not None:
+        for name in ("by", "measured", "ratio"):
+            table.add_column(name)
+    for column in (*table.columns[3:6], *table.columns[8:]):
+        column.justify = "right"
+    for one in found:
+        cells = [
+            one.operator, one.phase, one.size, size_text(one.bytes),
+            f"{one.flops / 1e9:,.2f} GF {one.unit}", f"{one.us:,.1f} us", one.bound,
+        ]  # fmt: skip
+        if one.measured is not None:
+            done = one.measured.us is not None
+            cells += [one.measured.by, f"{one.measured.us:,.1f} us" if done else "[red]failed[/]"]
+            cells += [f"{one.ratio:.2f}" if one.ratio is not None else ""]
+        table.add_row(*cells)
+    console.print(table)
+    console.print("floor: each byte once at 4.8 TB/s, or each operation at the unit's peak rate")
+    if gpu is None:
+        console.print("measured: nothing, there is no GPU; --aot compiles the kernels without one")
+    else:
+        console.print(f"measured: medians on {gpu}, cold caches")
+    for one in found:
+        if one.measured is not None and one.measured.error:
+            console.print(f"[red]{one.operator}/{one.phase}[/]: {escape(one.measured.error)}")
