@@ -40,8 +40,8 @@ def sample(
     """
     device = logits_BV.device
     if device.type != "cpu":
-        settings = (logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, uniform_B)
-        return sample(*(x.cpu() for x in settings)).to(device)
+        asked = (logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, uniform_B)
+        return sample(*(x.cpu() for x in asked)).to(device)
     drawn = [row for row, t in enumerate(temperature_B.tolist()) if t >= GREEDY_BELOW]
     if not drawn:
         return _argmax(logits_BV)

@@ -46,7 +46,7 @@ def test_sample_matches_the_definition(vocabulary: int, seed: int) -> None:
     assert torch.equal(got, reference.sample(logits, *chosen))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ties_and_masked_ids(seed: int) -> None:
     """Few distinct logits, many -inf: the rules for ties, and a masked id is never drawn."""
     generator = torch.Generator().manual_seed(seed)
@@ -101,11 +101,11 @@ def test_the_ends_of_the_unit_interval_stay_inside(uniform: float) -> None:
 
 def test_several_blocks_strided_rows_and_companions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "BLOCK", 128)
-    logits = spread(randn(4, 700) * 2)
-    logits[3, 600:] += 9
+    logits = spread(randn(4, 300) * 2)
+    logits[3, 260:] += 9
     chosen = settings(
         (0.8, 40, 0.9, 0.0, 0.3), (1.0, -1, 0.95, 0.0, 0.999),
-        (1.2, 300, 1.0, 0.01, 0.6), (1.0, -1, 1.0, 0.0, 0.5),
+        (1.2, 150, 1.0, 0.01, 0.6), (1.0, -1, 1.0, 0.0, 0.5),
     )  # fmt: skip
     got = triton_ops.sample(logits, *chosen)
     assert torch.equal(got, torch_ops.sample(logits, *chosen))
