@@ -14,7 +14,7 @@ from expertmesh.kernels.launch import launch, power_of_two
 from expertmesh.kernels.norm.triton_ops import dense_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def attn_res_mix_kernel(
     sources,
     score_weight,

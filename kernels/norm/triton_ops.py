@@ -8,7 +8,8 @@ from torch import Tensor
 from expertmesh.kernels.launch import blocks, launch, power_of_two
 
 
-@triton.jit
+# One binary for any number of rows: a new one would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, weight, out, rows, stride, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -46,7 +47,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_rms_norm_kernel(
     x,
     weight,
