@@ -86,7 +86,7 @@ def _timed(call: Callable[[], object], flush: torch.Tensor, count: int) -> list[
     """Milliseconds of each."""
     pairs = []
     for _ in range(count):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began, ended = _event(), _event()
         flush.zero_()
         began.record()
         call()
@@ -94,3 +94,7 @@ def _timed(call: Callable[[], object], flush: torch.Tensor, count: int) -> list[
         pairs.append((began, ended))
     torch.cuda.synchronize()
     return [float(began.elapsed_time(ended)) for began, ended in pairs]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

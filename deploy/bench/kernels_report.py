@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import torch
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -54,9 +55,10 @@ def run_aot(operators: list[str], targets: list[str], as_json: bool) -> None:
         print(msgspec.json.encode({"bench": "kernels --aot", "compiled": records}).decode())
         raise typer.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
     console = Console(highlight=False)
-    table = Table(*aot.COLUMNS, title="kernels compiled at K3's shapes")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = Table(*aot.COLUMNS, title="kernels compiled at K3's shapes", box=SIMPLE)
+    for at, column in enumerate(table.columns):
+        column.no_wrap = True
+        column.justify = "right" if at > 1 else "left"
     for one in compiled:
         table.add_row(*aot.as_row(one), style="red" if one in wrong else None)
     console.print(table)
@@ -84,18 +86,19 @@ def _check_names(given: Sequence[str], known: Sequence[str] | dict[str, Any], ki
 def _print_floors(found: list[Floor], gpu: str | None) -> None:
     console = Console(highlight=False)
     table = Table(
-        "operator", "phase", "size", "moves", "computes", "H200 floor", "bound by",
-        title="kernels at K3's shapes",
+        "operator", "case", "moves", "computes", "H200 floor", "bound by",
+        title="kernels at K3's shapes", box=SIMPLE,
     )  # fmt: skip
     if gpu is not None:
         for name in ("by", "measured", "ratio"):
             table.add_column(name)
-    for column in (*table.columns[3:6], *table.columns[8:]):
-        column.justify = "right"
+    for at, column in enumerate(table.columns):
+        column.no_wrap = at != 1
+        column.justify = "right" if at in (2, 3, 4, 7, 8) else "left"
     for one in found:
         cells = [
-            one.operator, one.phase, one.size, size_text(one.bytes),
-            f"{one.flops / 1e9:,.2f} GF {one.unit}", f"{one.us:,.1f} us", one.bound,
+            one.operator, f"{one.phase}, {one.size}", size_text(one.bytes),
+            f"{one.flops / 1e9:,.1f} GF {one.unit}", f"{one.us:,.1f} us", one.bound,
         ]  # fmt: skip
         if one.measured is not None:
             done = one.measured.us is not None

@@ -98,7 +98,7 @@ def test_the_aot_table_and_its_exit_code(compiled: list[aot.Compiled]) -> None:
     assert done.exit_code == 0 and "3 compiled, 0 miss a gate" in done.stdout
     (row,) = [line for line in done.stdout.splitlines() if "gfx942" in line]
     cells = ["mix_kernel", "gfx942", "4", "64", "0", "1024", "0", "1", "8", "300", "1.5"]
-    assert row.replace("│", " ").split() == cells
+    assert row.split() == cells
     compiled[2].usage = Usage(512, 9, 1024, 0, 1, 8, 300, 1.5)
     done = run("--aot")
     assert done.exit_code == 1 and "(mix/decode/64): spills: 9 spilled" in done.stdout
