@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh.actors.attention.messages import SamplingParams
+from expertmesh.actors.model.upload import Uploads
 
 if TYPE_CHECKING:
     from expertmesh.actors.attention.sequence import Sequence
@@ -68,12 +69,14 @@ def penalties_for(params: SamplingParams, prompt: list[int]) -> Penalties | None
     return Penalties(params, prompt)
 
 
-def adjust(logits_BV: Tensor, rows: Rows[int], sequences: Rows["Sequence"]) -> None:
+def adjust(
+    logits_BV: Tensor, rows: Rows[int], sequences: Rows["Sequence"], uploads: Uploads
+) -> None:
     """In place, the given rows only; row i belongs to sequences[i]. Bias first, then penalties as
     in vLLM (positive logits are divided by the repetition penalty, others multiplied), then the
     mask, so that no bias lifts an end id that min_tokens forbids. A constrained sequence's mask,
     which comes after all this, does that as well."""
-    flat, vocab, device = logits_BV.view(-1), logits_BV.shape[1], logits_BV.device
+    flat, vocab = logits_BV.view(-1), logits_BV.shape[1]
     bias: dict[int, float] = {}
     penalised: list[tuple[Ids, Values, Values]] = []
     masked: list[int] = []
@@ -87,14 +90,13 @@ def adjust(logits_BV: Tensor, rows: Rows[int], sequences: Rows["Sequence"]) -> N
         if len(seq.tokens) < seq.masked_until and seq.matcher is None:
             masked += [base + i for i in seq.end_ids]
     if bias:
-        at = torch.tensor(list(bias), device=device)
-        flat[at] += torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        at, plus_N = uploads.send(np.array([*bias]), np.array([*bias.values()], np.float32))
+        flat[at] += plus_N
     if penalised:
-        at, times_N, minus_N = (
-            torch.from_numpy(np.concatenate(part)).to(device)
-            for part in zip(*penalised, strict=True)
-        )
+        joined = (np.concatenate(part) for part in zip(*penalised, strict=True))
+        at, times_N, minus_N = uploads.send(*joined)
         values = flat[at]
         flat[at] = torch.where(values > 0, values / times_N, values * times_N) - minus_N
     if masked:
-        flat[torch.tensor(masked, device=device)] = -torch.inf
+        (at,) = uploads.send(np.array(masked))
+        flat[at] = -torch.inf

@@ -119,7 +119,7 @@ class Engine:
         self.model, self.state, self.exchange, self.settings = model, state, exchange, settings
         self.pages, self.slots = Pool("page", state.pages), Pool("slot", state.slots, compact=True)
         self.scheduler = Scheduler(settings, self.pages, self.slots)
-        self.sampler = Sampler(model.kernels)
+        self.sampler = Sampler(model.kernels, state.latents.device)
         self._masks = MaskMaker(model.config.vocab_size, state.latents.device)
         self._grammars = grammars
         self._eos_ids = frozenset(eos_ids)
@@ -382,7 +382,7 @@ class Engine:
         if not step.sampled:
             return Sampled([], {}), broken
         if step.sample_rows is not None:
-            logits_RV = logits_RV[step.sample_rows]
+            logits_RV = self.sampler.rows(logits_RV, step.sample_rows)
         return self.sampler.sample(logits_RV, step.sampled, masks), broken
 
     def _publish(

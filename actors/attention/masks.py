@@ -16,6 +16,7 @@ from torch import Tensor
 
 from expertmesh.actors.constraint.matcher import Words, words_for
 from expertmesh.actors.constraint.spec import ConstraintError
+from expertmesh.actors.model.upload import Uploads
 
 if TYPE_CHECKING:
     from expertmesh.actors.attention.sequence import Sequence
@@ -78,7 +79,7 @@ def expand(words_RW: Words, bias_RV: NDArray[np.float32]) -> None:
     np.take(_BIAS, octets, axis=0, out=bias_RV.reshape(-1, 8), mode="clip")
 
 
-def forbid(logits_BV: Tensor, masks: Masks) -> None:
+def forbid(logits_BV: Tensor, masks: Masks, uploads: Uploads) -> None:
     """Minus infinity, in place, for every token that a mask does not allow."""
     good = [at for at, row in enumerate(masks.rows) if row not in masks.failures]
     if masks.bias is not None:
@@ -86,9 +87,9 @@ def forbid(logits_BV: Tensor, masks: Masks) -> None:
             logits_V = logits_BV[masks.rows[at]].numpy()
             np.add(logits_V, masks.bias[at], out=logits_V)
     elif good:
-        device, vocab = logits_BV.device, logits_BV.shape[1]
-        words_RW = torch.from_numpy(masks.words[good]).to(device)
-        shifts_32 = torch.arange(32, dtype=torch.int32, device=device)
+        vocab = logits_BV.shape[1]
+        rows = np.array([masks.rows[at] for at in good])
+        words_RW, rows_R = uploads.send(masks.words[good], rows)
+        shifts_32 = torch.arange(32, dtype=torch.int32, device=logits_BV.device)
         allowed_RV = ((words_RW.unsqueeze(-1) >> shifts_32) & 1).flatten(1)[:, :vocab].bool()
-        rows_R = torch.tensor([masks.rows[at] for at in good], device=device)
         logits_BV[rows_R] = logits_BV[rows_R].masked_fill(~allowed_RV, -torch.inf)

@@ -71,7 +71,7 @@ class _Whole(Padded):
         if rounds:
             words[:, 1:-2] = rounds
         self._found = []
-        self._headers = dict(zip(rounds, self._uploads.send(words)[0], strict=True))
+        self._headers = dict(zip(rounds, self._uploads.send(words)[0].clone(), strict=True))
 
     def _sheet(self, sections: tuple[Section, ...], capacity: int, *key: int) -> Sheet:
         kept = self._sheets.get((capacity, *key))

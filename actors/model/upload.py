@@ -8,8 +8,8 @@ from torch import Tensor
 
 ALIGN = 16
 SMALLEST = 1 << 16
-# Copies that may be on their way or in use at a time: those of one step, and of the one before.
-SLOTS = 8
+# Calls after which the tensors of one may be written over, at the earliest.
+KEPT = 6
 DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -22,7 +22,7 @@ class Uploads(Protocol):
     def send(self, *arrays: np.ndarray) -> list[Tensor]:
         """The arrays as tensors on the device, same dtypes and shapes.
 
-        They are good for this step: a later one may write over them.
+        What is to outlive KEPT more calls must be copied.
         """
         ...
 
@@ -58,15 +58,15 @@ class Lanes(Protocol):
 class PinnedUploads:
     """All arrays of a call travel as one copy out of page-locked memory on a side stream.
 
-    Memory comes from a ring of SLOTS. A copy waits on the device until all that was asked for
-    before the previous call is done: by then nobody reads what the slot held before, provided that
-    a step makes fewer than SLOTS - 1 calls. The host waits for a slot's last copy alone, which has
-    ended long ago.
+    Memory comes from a ring. A copy waits, on the device, until all that was asked for before the
+    previous call is done; so a copy runs beside what has been asked for since, and whoever used
+    what lay in its place is done. The host waits for the last copy from the same place of the
+    ring, which has ended long ago.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._ring: list[_Slot | None] = [None] * SLOTS
+        self._ring: list[_Slot | None] = [None] * (KEPT + 2)
         self._calls = 0
         self._before: Any = None
 
@@ -87,7 +87,7 @@ class PinnedUploads:
         ]
 
     def _slot(self, size: int) -> "_Slot":
-        at = self._calls % SLOTS
+        at = self._calls % len(self._ring)
         self._calls += 1
         slot = self._ring[at]
         if slot is not None:

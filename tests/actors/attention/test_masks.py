@@ -6,6 +6,7 @@ import torch
 
 from expertmesh.actors.attention.masks import Masks, expand, forbid
 from expertmesh.actors.constraint.matcher import words_for
+from expertmesh.actors.model.upload import HostUploads
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 97, 320, 1000])
@@ -25,5 +26,5 @@ def test_both_ways_forbid_what_a_loop_forbids(vocab: int, share: float) -> None:
     expand(words, bias)
     for ready in (bias[:, :vocab], None):
         masked = logits.clone()
-        forbid(masked, Masks(rows, words, ready, {0: "failed"}))
+        forbid(masked, Masks(rows, words, ready, {0: "failed"}), HostUploads())
         assert torch.equal(masked, expected)

@@ -1,12 +1,16 @@
 """Tokens and log-probabilities from given logits; rows must not feel one another."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from expertmesh.actors.attention.adjustments import adjust
+from expertmesh.actors.attention.masks import Masks, forbid
 from expertmesh.actors.attention.messages import (
     LOGPROB_FLOOR,
     GenerateRequest,
@@ -14,7 +18,11 @@ from expertmesh.actors.attention.messages import (
 )
 from expertmesh.actors.attention.sampler import NO_TOKEN, Sampled, Sampler
 from expertmesh.actors.attention.sequence import Sequence
+from expertmesh.actors.constraint.matcher import words_for
 from expertmesh.kernels.registry import load_kernels
+from expertmesh.kernels.sampling import triton_ops
+from expertmesh.kernels.sampling.torch_ops import counter_uniform, log_probs
+from tests.support.fake_device import META, MetaUploads, one_device
 
 V = 50
 EOS = frozenset({3})
@@ -33,9 +41,13 @@ def logits(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@pytest.fixture(scope="module")
-def sampler() -> Sampler:
-    return Sampler(load_kernels("torch"))
+@pytest.fixture(scope="module", params=["here", "there"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    """Reading the largest logits in the host's memory, or on a device, which this one plays."""
+    made = Sampler(load_kernels("torch"))
+    if request.param == "there":
+        made._pick = made._pick_there
+    return made
 
 
 def drawn(sampler: Sampler, rows_BV: Tensor, *sequences: Sequence) -> Sampled:
@@ -171,3 +183,32 @@ def test_scoring_given_tokens(sampler: Sampler) -> None:
     assert [entry.top for entry in sampler.score(rows, [1, 2, 3], 0) or []] == [[], [], []]
     rows[1, 7] = math.nan
     assert sampler.score(rows, [1, 2, 3], 0) is None
+
+
+def test_on_a_device_tokens_are_read_back_once() -> None:
+    """Everything a step may ask for, up to the one place where the host must know."""
+    uploads = MetaUploads()
+    kernels = SimpleNamespace(
+        sample=triton_ops.sample, log_probs=log_probs, counter_uniform=counter_uniform
+    )
+    sampler = Sampler(kernels, META, uploads)  # type: ignore[arg-type]
+    sequences = [
+        sequence(temperature=0.8, seed=42, top_p=0.9),
+        sequence(generated=[5, 5, 6], frequency_penalty=1.5, min_tokens=9),
+        sequence(logit_bias={4: 9.0}),
+        sequence(),
+    ]
+    rows_BV = torch.empty(4, V, device=META)
+    masks = Masks([3], np.zeros((1, words_for(V)), np.int32), None)
+    with one_device() as (_, launches):
+        adjust(rows_BV, [0, 1, 2], sequences, uploads)
+        forbid(rows_BV, masks, uploads)
+        picked = sampler._picked(rows_BV, [0], sequences)
+        assert picked.shape == (2, 4) and picked.device == META
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            sampler.sample(rows_BV, sequences, masks)
+    assert launches
+    plain = MetaUploads()
+    with one_device():
+        Sampler(kernels, META, plain)._picked(rows_BV, [], sequences)  # type: ignore[arg-type]
+    assert not plain.sent, "greedy rows need nothing from the host"
