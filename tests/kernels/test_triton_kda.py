@@ -6,7 +6,15 @@ from torch import Tensor
 
 from expertmesh.kernels.kda import reference, triton_ops
 from tests.kernels.checks import assert_close
-from tests.kernels.test_kda import GATES, Case, assert_all_close, assert_same, make_case
+from tests.kernels.test_kda import (
+    GATES,
+    Case,
+    Span,
+    assert_all_close,
+    assert_same,
+    make_case,
+    run_cut,
+)
 from tests.kernels.triton_checks import assert_fence, fenced, spread
 
 
@@ -86,3 +94,116 @@ def test_decode_rows_do_not_depend_on_companions() -> None:
     whole = compute(torch.arange(8))
     for chosen in ([3], [5, 2], [7, 0, 4, 1, 6]):
         assert_same(tuple(compute(torch.tensor(chosen))), tuple(whole[chosen]))
+
+
+def prefill(case: Case, spans: list[Span]) -> tuple[Tensor, Tensor, Tensor]:
+    """In place, and nothing beside the pools may change."""
+    out = triton_ops.kda_prefill(
+        case.qkv, case.z, case.beta, *case.weights, case.conv, case.state, spans
+    )
+    assert_fence(case.conv)
+    assert_fence(case.state)
+    return out, case.conv, case.state
+
+
+def poison_outside(case: Case, spans: list[Span]) -> Tensor:
+    """NaN in every row and slot of no span; returns which rows those are."""
+    outside = torch.ones(len(case.qkv), dtype=torch.bool)
+    for _, begin, end, _ in spans:
+        outside[begin:end] = False
+    idle = [slot for slot in range(len(case.state)) if slot not in {span[0] for span in spans}]
+    for x in (case.qkv, case.z, case.beta):
+        x[outside] = float("nan")
+    case.conv[idle] = case.state[idle] = float("nan")
+    return outside
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dim", "width", "gate"),
+    [
+        ([1, 15, 16, 17, 63, 64, 65, 130], 1, 16, 4, "softplus"),
+        ([2, 0, 40], 3, 60, 3, "bounded"),
+        ([3, 70], 1, 32, 2, "softplus"),
+        ([20], 1, 128, 4, "bounded"),
+        ([5], 2, 7, 4, "bounded"),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_prefill(lengths: list[int], heads: int, dim: int, width: int, gate: str) -> None:
+    """Ragged spans at several positions, rows of nobody before, between and behind them."""
+    tokens = sum(lengths) + 2 * (len(lengths) + 1)
+    case = make_case(tokens, heads, dim, len(lengths) + 2, GATES[gate], 7, width, sharpness=3.0)
+    spans, row = [], 2
+    for number, length in enumerate(lengths):
+        spans.append((number + 1, row, row + length, 37 * number))
+        row += length + 2
+    expected = case.prefill(reference, spans)
+    outside = poison_outside(case, spans)
+    out, conv, state = prefill(fence(case), spans)
+    assert_close(out, expected[0])
+    assert bool((out[outside] == 0).all())
+    assert_all_close((conv[1:-1], state[1:-1]), (expected[1][1:-1], expected[2][1:-1]))
+    assert bool(conv[[0, -1]].isnan().all()) and bool(state[[0, -1]].isnan().all())
+
+
+def test_prefill_of_no_rows() -> None:
+    case = make_case(3, 1, 16, 2, -5.0)
+    kept = case.conv.clone(), case.state.clone()
+    for spans in ([], [(1, 1, 1, 5)]):
+        out, conv, state = prefill(fence(case), spans)
+        assert_same((out, conv, state), (torch.zeros(3, 1, 16), *kept))
+
+
+@pytest.mark.parametrize("start", [0, 40])
+def test_prefill_cut_at_the_grid_is_bit_identical(start: int) -> None:
+    case = make_case(140, 1, 16, 2, -5.0)
+    cuts = [64 - start, 128 - start]
+    whole = case.prefill(triton_ops, [(1, 0, 140, start)])
+    assert_same(run_cut(triton_ops, case, cuts, start), whole)
+
+
+def test_prefill_spans_do_not_depend_on_companions() -> None:
+    case = make_case(40, 2, 16, 4, -5.0)
+    spans = [(3, 0, 13, 64), (0, 13, 14, 7), (1, 20, 40, 50)]
+    whole = case.prefill(triton_ops, spans)
+    for span in spans:
+        out, conv, state = case.prefill(triton_ops, [span])
+        slot, rows = span[0], slice(span[1], span[2])
+        assert_same(
+            (out[rows], conv[slot], state[slot]),
+            (whole[0][rows], whole[1][slot], whole[2][slot]),
+        )
+
+
+@pytest.mark.parametrize("steep", [30.0, 1e4])
+def test_prefill_keeps_small_decays_beside_huge_ones(steep: float) -> None:
+    """Differences of running sums would lose the small log-decays behind a huge one."""
+    case = make_case(64, 1, 16, 1, None)
+    case.z[:] = -7.0 - case.weights[2]
+    case.z[5:37] = steep
+    case.z[20] = -1e4  # no decay at all, exactly
+    expected = case.prefill(reference, [(0, 0, 64, 0)])
+    assert_all_close(prefill(fence(case), [(0, 0, 64, 0)]), expected, 2e-6)
+
+
+def test_prefill_with_identical_keys() -> None:
+    """beta near 1, no decay and one key for all rows: the worst triangular system."""
+    case = make_case(128, 1, 16, 1, -5.0)
+    case.qkv[:, 16:32] = case.qkv[0, 16:32].clone()
+    case.conv[:, :, 16:32] = case.qkv[0, 16:32]
+    case.z.fill_(-1e4)
+    case.beta.fill_(30.0)
+    expected = case.prefill(reference, [(0, 0, 128, 0)])
+    assert_all_close(prefill(fence(case), [(0, 0, 128, 0)]), expected)
+
+
+def test_prefill_then_decode_equals_prefill() -> None:
+    case = make_case(24, 1, 16, 3, -5.0)
+    whole = case.prefill(triton_ops, [(2, 0, 24, 0)])
+    head = Case(case.qkv[:21], case.z[:21], case.beta[:21], case.weights, case.conv, case.state)
+    out, case.conv, case.state = head.prefill(triton_ops, [(2, 0, 21, 0)])
+    outs = [out]
+    for t in range(21, 24):
+        out, case.conv, case.state = case.decode(triton_ops, torch.tensor([t]), torch.tensor([2]))
+        outs.append(out)
+    assert_all_close((torch.cat(outs), case.conv, case.state), whole)
