@@ -38,7 +38,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("stored", ["packed", "bf16", "mixed"])
 def test_kernels_read_experts_as_they_are_stored(tmp_path: Path, stored: Experts) -> None:
     sample = write_sample(tmp_path, stored)
-    layer, rows = sample.layers[0], sample.rows(7)
+    layer, rows = sample.layers[0], sample.rows(4)
     part = triton_bank(sample, range(EXPERTS))
     assert_same(
         part.partial_sum(layer, *rows), sample.bank(range(EXPERTS)).partial_sum(layer, *rows)
@@ -79,7 +79,7 @@ def test_dropped_experts_stay_in_memory_while_a_table_has_them(sample: Sample) -
     layer, part = sample.layers[0], triton_bank(sample, [1, 4])
     rows = sample.rows(3, among=[1, 4])
     before = part.partial_sum(layer, *rows)
-    table = part.table(layer)
+    kept = [part.table(layer)]
     packed = part.stored(layer, 4)[0].w2
     assert isinstance(packed, PackedMatrix)
     memory = weakref.ref(packed.packed)
@@ -91,13 +91,13 @@ def test_dropped_experts_stay_in_memory_while_a_table_has_them(sample: Sample) -
             raise AssertionError("kernels read the table")
 
         def table(self) -> ExpertTable:
-            return table
+            return kept[0]
 
     glu = part._glu
     again = KERNELS.experts_partial_sum(*rows, Step(), glu, sum_dtype=torch.float64)
     assert torch.equal(again, before)
     assert memory() is not None
-    del table
+    kept.clear()
     assert memory() is None
     gone = part.partial_sum(layer, *rows)
     assert torch.equal(gone.isnan().all(1), (rows[1] == 4).any(1)), "not another expert's numbers"
@@ -114,14 +114,14 @@ def test_who_reads_tables_keeps_no_decoded_copies_of_moved_experts(sample: Sampl
 def test_no_sum_changes_while_experts_come_and_go(sample: Sample) -> None:
     layer, part = sample.layers[0], triton_bank(sample, [0, 1, 2])
     coming = {expert: sample.bank([expert]).stored(layer, expert)[0] for expert in (3, 4, 5)}
-    rows = sample.rows(5, among=[0, 1, 2])
+    rows = sample.rows(3, among=[0, 1, 2])
     expected = part.partial_sum(layer, *rows)
     halt, moves = threading.Event(), 0
 
     def move() -> None:
         nonlocal moves
         choose = random.Random(1)
-        while not halt.is_set():
+        while not halt.wait(0.002):
             expert = choose.choice([*coming])
             if part.holds(layer, expert):
                 part.drop(layer, expert)
@@ -137,12 +137,13 @@ def test_no_sum_changes_while_experts_come_and_go(sample: Sample) -> None:
     mover = threading.Thread(target=move, daemon=True)
     mover.start()
     try:
-        for _ in range(4):
+        sums = 0
+        while sums < 3 or moves < 8:
             assert torch.equal(part.partial_sum(layer, *rows), expected)
+            sums += 1
     finally:
         halt.set()
         mover.join(10)
-    assert moves > 4
 
 
 def test_the_allocator_hears_of_every_stream_that_reads_a_table(
