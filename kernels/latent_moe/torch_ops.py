@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from expertmesh.kernels.elementwise import constant, sigmoid, silu
+from expertmesh.kernels.latent_moe.grouped import multiply_all
 from expertmesh.kernels.latent_moe.types import ExpertWeightsOf, Glu
-from expertmesh.kernels.linear.half import HalfMatrix, full_row_counts
+from expertmesh.kernels.linear.half import full_row_counts
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 
 __all__ = ["ExpertWeightsOf", "Glu", "experts_partial_sum", "glu", "route"]
@@ -103,24 +104,11 @@ def experts_partial_sum(
     x_RD = torch.cat((z_TD, zero_1D)).index_select(0, torch.from_numpy(source))
     h_R2I = x_RD.new_empty(rows, matrices[0][0].shape[0])
     split = sizes.tolist()
-    for x, (w13, _), out in zip(x_RD.split(split), matrices, h_R2I.split(split), strict=True):
-        _multiply(x, w13, out)
-    act_RI = glu(h_R2I, spec)
+    multiply_all(x_RD, [w13 for w13, _ in matrices], split, h_R2I)
     y_RD = x_RD.new_empty(rows + 1, x_RD.shape[1])
     y_RD[rows].zero_()
-    split.append(1)
-    for act, (_, w2), out in zip(
-        act_RI.split(split[:-1]), matrices, y_RD.split(split), strict=False
-    ):
-        _multiply(act, w2, out)
+    multiply_all(glu(h_R2I, spec), [w2 for _, w2 in matrices], split, y_RD[:rows])
     y_TKD = y_RD.index_select(0, torch.from_numpy(serving)).view(tokens, top_k, -1).float()
     if skipped:
         weights_TK = weights_TK.masked_fill(ids_TK < 0, 0.0)
     return y_TKD.mul_(weights_TK.unsqueeze(-1)).sum(1, dtype=sum_dtype)
-
-
-def _multiply(x_RK: Tensor, weight_NK: Tensor | HalfMatrix, out_RN: Tensor) -> None:
-    if isinstance(weight_NK, Tensor):
-        torch.mm(x_RK, weight_NK.t(), out=out_RN)
-    else:
-        weight_NK.into(x_RK, out_RN)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +26,19 @@ PERIOD = 120
 class HalfMatrix:
     """W [N, K]. Multiplies contiguous or strided float32 rows."""
 
-    __slots__ = ("_packed", "_unshift", "shape")
+    __slots__ = ("_packed", "_spread", "_unshift", "shape")
 
-    def __init__(self, shifted_NK: Tensor, shift: int) -> None:
-        """shifted_NK: W * 2^shift, exact in float16."""
+    def __init__(self, shifted_NK: Tensor, shift: int, spread: bool) -> None:
+        """shifted_NK: W * 2^shift, exact in float16. spread: products go to all of torch's threads,
+        for 16 us more a call; `into` is not to be had then."""
         self.shape = shifted_NK.shape
+        self._spread: Any = None
         with _quiet():
-            self._packed = torch.fbgemm_pack_gemm_matrix_fp16(shifted_NK.contiguous())
+            if spread:
+                prepack = torch.ops.quantized.linear_prepack_fp16
+                self._spread = prepack(shifted_NK.contiguous(), None)
+            else:
+                self._packed = torch.fbgemm_pack_gemm_matrix_fp16(shifted_NK.contiguous())
         self._unshift = constant(2.0**-shift) if shift else None
 
     @property
@@ -44,7 +51,10 @@ class HalfMatrix:
         missing = full_rows(rows) - rows
         if missing:
             x_TK = F.pad(x_TK, (0, 0, 0, missing))
-        out_TN = torch.fbgemm_linear_fp16_weight_fp32_activation(x_TK, self._packed, None)
+        if self._spread is not None:
+            out_TN: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x_TK, self._spread)
+        else:
+            out_TN = torch.fbgemm_linear_fp16_weight_fp32_activation(x_TK, self._packed, None)
         if self._unshift is not None:
             out_TN.mul_(self._unshift)
         return out_TN[:rows] if missing else out_TN
@@ -60,7 +70,7 @@ class HalfMatrix:
         return self(torch.eye(self.shape[1])).t()
 
 
-def to_half(weight_NK: Tensor) -> HalfMatrix | None:
+def to_half(weight_NK: Tensor, spread: bool = False) -> HalfMatrix | None:
     """None where the product is not to be had, or the weight is not exact in float16."""
     if weight_NK.dtype != torch.float32 or weight_NK.device.type != "cpu" or not available():
         return None
@@ -70,13 +80,13 @@ def to_half(weight_NK: Tensor) -> HalfMatrix | None:
     if not torch.isfinite(peak):
         return None
     if torch.equal(weight_NK.half().float(), weight_NK):
-        return HalfMatrix(weight_NK, 0)
+        return HalfMatrix(weight_NK, 0, spread)
     shift = 15 - int(torch.frexp(peak).exponent)  # the largest below 2^15, far from overflow
     if abs(shift) > 100:
         return None
     shifted_NK = weight_NK * 2.0**shift
     exact = torch.equal(shifted_NK.half().float(), shifted_NK)
-    return HalfMatrix(shifted_NK, shift) if exact else None
+    return HalfMatrix(shifted_NK, shift, spread) if exact else None
 
 
 def available() -> bool:

@@ -38,7 +38,8 @@ class PackedLinear:
         self.width = weight_NK.shape[0]
         self._packed: Tensor | None = None
         self._weight_KN: Tensor | None = None
-        self._half = to_half(weight_NK)
+        spread = weight_NK.numel() >= PREPACK_ELEMENTS and torch.get_num_threads() > 1
+        self._half = to_half(weight_NK, spread)
         if self._half is not None:
             return
         if _worth_prepacking(weight_NK):

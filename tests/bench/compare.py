@@ -1,7 +1,8 @@
 """Two versions of ExpertMesh against each other: another checkout before, this one after.
 
 Both are alive at once and take turns round by round, and every ratio is that of two neighbours in
-time, so what else the machine does cancels. Decode tokens/s, after / before, with quartiles.
+time, so what else the machine does cancels. Rates are after / before; `cpu_seconds`, of all threads
+and processes, prompts included, before / after: 2 is twice as good in both. With quartiles.
 """
 
 import argparse
@@ -14,7 +15,8 @@ from expertmesh.actors.model.config import load_config
 from tests.bench import load, machine, models
 from tests.bench.systems import Worker, expertmesh
 
-KEYS = ("decode_tokens_per_s", "total_tokens_per_s")
+RATES = ("decode_tokens_per_s", "total_tokens_per_s")
+CPU = "cpu_seconds"
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
@@ -54,20 +56,27 @@ def _compare(model: str, shape: str, options: argparse.Namespace) -> dict[str, A
 def _rounds(
     before: Worker, after: Worker, prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    found: dict[str, list[float]] = {key: [] for key in KEYS}
+    found: dict[str, list[float]] = {key: [] for key in (*RATES, CPU)}
     same: list[bool] = []
     for repetition in range(options.repetitions + 1):
         # Every second round backwards: neither always follows the other.
         order = [before, after][:: -1 if repetition % 2 else 1]
-        timing = {w: w.ask("generate", prompts=prompts, new=options.new) for w in order}
+        timing = {worker: _timed(worker, prompts, options.new) for worker in order}
         if not repetition:  # it warms the caches
             ids = zip(timing[before]["ids"], timing[after]["ids"], strict=True)
             same = [a == b for x, y in ids for a, b in zip(x, y, strict=True)]
             continue
-        for key in KEYS:
+        for key in RATES:
             found[key].append(timing[after][key] / timing[before][key])
+        found[CPU].append(timing[before][CPU] / timing[after][CPU])
     row: dict[str, Any] = {key: _quartiles(ratios) for key, ratios in found.items()}
     return row | {"same_ids": sum(same) / len(same)}
+
+
+def _timed(worker: Worker, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    began = worker.cpu_seconds()
+    timing = worker.ask("generate", prompts=prompts, new=new)
+    return timing | {CPU: worker.cpu_seconds() - began}
 
 
 def _quartiles(ratios: list[float]) -> list[float]:

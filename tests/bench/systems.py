@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from tests.bench import load
 from tests.bench.models import ROOT
 
@@ -93,6 +95,12 @@ class Worker:
         if "error" in answer:
             raise WorkerFailed(answer["error"])
         return answer
+
+    def cpu_seconds(self) -> float:
+        """Of the process and all below it, so far."""
+        process = psutil.Process(self._process.pid)
+        times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+        return sum(t.user + t.system for t in times)
 
     def close(self) -> None:
         if self._process.stdin is not None:

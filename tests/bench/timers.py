@@ -18,6 +18,7 @@ from expertmesh.actors.attention import engine as engine_module
 from expertmesh.actors.exchange import mesh
 from expertmesh.actors.exchange.base import LocalExchange
 from expertmesh.actors.experts.bank import ExpertBank
+from expertmesh.actors.model.forward import Forward
 from expertmesh.actors.model.layers import Gated, Kda, Mla, Router
 from expertmesh.actors.model.model import LatentMoe, Model
 from expertmesh.actors.model.residual import BlockResidual, PlainResidual
@@ -30,7 +31,7 @@ _PARTS: list[tuple[Any, str, str]] = [
     (engine_module.Engine, "_sample", "engine: sample"),
     (engine_module.Engine, "_publish", "engine: publish"),
     (Model, "forward", "forward: glue"),
-    (Model, "_embed", "forward: glue"),
+    (Forward, "advance", "forward: glue"),
     (Kda, "__call__", "attention: KDA"),
     (Mla, "__call__", "attention: MLA"),
     (Gated, "__call__", "shared experts, dense"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expertmesh.kernels.latent_moe import reference, torch_ops
+from expertmesh.kernels.latent_moe import grouped, reference, torch_ops
 from expertmesh.kernels.latent_moe.types import Glu
 from expertmesh.kernels.linear.half import to_half
 from expertmesh.kernels.linear.torch_ops import lay_out
@@ -178,3 +178,24 @@ def test_experts_kept_in_float16_give_what_dense_ones_do() -> None:
     args = (randn(33, 64), draw_ids(33, 5, 3, 0.8, 1), randn(33, 3, seed=2).abs())
     got = torch_ops.experts_partial_sum(*args, halves.__getitem__, GLUS[0])
     assert_close(got, reference.experts_partial_sum(*args, dense.__getitem__, GLUS[0]))
+
+
+def test_two_threads_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = [
+        (to_half(w13.bfloat16().float()), to_half(w2.bfloat16().float()))
+        for w13, w2 in make_experts(5, 64, 48, 0)
+    ]
+    args = (randn(33, 64), draw_ids(33, 5, 3, 0.8, 1), randn(33, 3, seed=2))
+
+    def compute() -> Tensor:
+        with torch.inference_mode():
+            return torch_ops.experts_partial_sum(*args, experts.__getitem__, GLUS[0])
+
+    alone = compute()
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(grouped, "WORTH_BYTES", 0)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(compute(), alone)
+    finally:
+        torch.set_num_threads(threads)

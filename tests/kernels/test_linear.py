@@ -58,6 +58,20 @@ def test_float16_products_compute_every_row_alone() -> None:
         assert torch.equal(apply(x[300 - rows :]), whole[300 - rows :])
 
 
+def test_products_on_all_threads_have_the_same_bits() -> None:
+    weight, x = randn(640, 520).bfloat16().float(), randn(70, 520, seed=1)
+    alone, threads = to_half(weight), torch.get_num_threads()
+    assert alone is not None
+    torch.set_num_threads(2)
+    try:
+        spread = to_half(weight, spread=True)
+        assert spread is not None and torch.equal(spread.dense(), weight)
+        for rows in range(1, 71):
+            assert torch.equal(spread(x[:rows]), alone(x[:rows]))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_float16_products_into_a_buffer() -> None:
     made, x = to_half(randn(70, 48).bfloat16().float()), randn(9, 48, seed=1)
     assert made is not None

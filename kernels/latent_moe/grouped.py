@@ -1,0 +1,57 @@
+"""Products of groups of rows with a matrix each, on a CPU: by two threads where there is enough."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from expertmesh.kernels.linear.half import HalfMatrix
+
+# Weights read by all products: 0.2 ms of work, several times what it takes to hand over half of it.
+WORTH_BYTES = 2 << 20
+
+
+def multiply_all(
+    x_RK: Tensor, weights: Sequence[Tensor | HalfMatrix], sizes: list[int], out_RN: Tensor
+) -> None:
+    """Writes x Wᵀ of each group to `out_RN`; sizes: rows of each group, all R together.
+
+    A product in float16 weights uses one thread. The calls release the interpreter's lock, so a
+    second thread takes half of the groups where torch may use two. Who computes a group reaches no
+    bit of it.
+    """
+    groups = list(zip(x_RK.split(sizes), weights, out_RN.split(sizes), strict=True))
+    halves = all(isinstance(weight, HalfMatrix) for weight in weights)
+    if (
+        not halves
+        or sum(weight.nbytes for weight in weights) < WORTH_BYTES
+        or torch.get_num_threads() < 2
+    ):
+        _multiply(groups)
+        return
+    half = len(groups) // 2
+    other = _helper().submit(_aside, groups[half:], torch.is_inference_mode_enabled())
+    try:
+        _multiply(groups[:half])
+    finally:
+        other.result()
+
+
+def _multiply(groups: Sequence[tuple[Tensor, Tensor | HalfMatrix, Tensor]]) -> None:
+    for x_RK, weight_NK, out_RN in groups:
+        if isinstance(weight_NK, HalfMatrix):
+            weight_NK.into(x_RK, out_RN)
+        else:
+            torch.mm(x_RK, weight_NK.t(), out=out_RN)
+
+
+def _aside(groups: Sequence[tuple[Tensor, Tensor | HalfMatrix, Tensor]], inference: bool) -> None:
+    with torch.inference_mode(inference):  # a thread's own
+        _multiply(groups)
+
+
+@cache
+def _helper() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="experts")
