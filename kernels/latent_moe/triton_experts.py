@@ -18,6 +18,11 @@ from expertmesh.kernels.latent_moe.triton_permute import Placement, place, weigh
 from expertmesh.kernels.latent_moe.types import Experts, Glu
 from expertmesh.kernels.launch import blocks, interpreted, launch, power_of_two, target
 
+# How many tokens' choices are computed here, the host does not know: hidden values and terms have
+# room for all of them, 0.8 GB in K3 for so many tokens on an actor. More tokens go in turns; that
+# the experts are read again costs a tenth of their products then.
+MOST_TOKENS = 4096
+
 
 @triton.jit
 def _at(address, TYPE: tl.constexpr):
@@ -241,17 +246,27 @@ def experts_partial_sum(
     expert which is not in the table gets NaN: the host does not know of it. The hidden values are
     rounded to z's type once, after the activation.
     """
-    tokens, width = z_TD.shape
-    top_k = ids_TK.shape[1]
+    out_TD = torch.empty(z_TD.shape, dtype=sum_dtype, device=z_TD.device)
     table = weights_of.table()
-    rows = block_rows(tokens, top_k, table, z_TD.dtype)
+    parts = (part.split(MOST_TOKENS) for part in (z_TD, ids_TK, weights_TK, out_TD))
+    for z, ids, weights, out in zip(*parts, strict=True):
+        _partial_sum(z, ids, weights, table, spec, out)
+    return out_TD
+
+
+def _partial_sum(
+    z_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, table: ExpertTable, spec: Glu, out_TD: Tensor
+) -> None:
+    tokens, width = z_TD.shape
+    rows = block_rows(tokens, ids_TK.shape[1], table, z_TD.dtype)
     placement = place(ids_TK, table, rows)
-    device = z_TD.device
-    hidden_RI = torch.empty((placement.rows, table.inner), dtype=z_TD.dtype, device=device)
-    y_RD = torch.empty((placement.rows, width), dtype=z_TD.dtype, device=device)
+    hidden_RI, y_RD = (
+        torch.empty((placement.rows, size), dtype=z_TD.dtype, device=z_TD.device)
+        for size in (table.inner, width)
+    )
     for form in table.forms:
         _grouped(z_TD, placement, table, hidden_RI, y_RD, spec, rows, form)
-    return weighted_sum(y_RD, placement, weights_TK, sum_dtype)
+    weighted_sum(y_RD, placement, weights_TK, out_TD)
 
 
 def _grouped(

@@ -160,16 +160,13 @@ def weighted_sum_kernel(
     tl.store(out + token * WIDTH + column, b_sum, mask=inside)
 
 
-def weighted_sum(
-    y_RD: Tensor, placement: Placement, weights_TK: Tensor, sum_dtype: torch.dtype
-) -> Tensor:
-    """sum_k w_tk y[row of (t, k)], terms in float32, added in the order of k. [T, D]
+def weighted_sum(y_RD: Tensor, placement: Placement, weights_TK: Tensor, out_TD: Tensor) -> None:
+    """out_t = sum_k w_tk y[row of (t, k)], terms in float32, added in out's type in the order of k.
 
-    A token that chose an expert which is not held gets NaN.
+    A token that chose an expert which is not held gets NaN. out: dense rows.
     """
     tokens, top_k = weights_TK.shape
     width = y_RD.shape[1]
-    out = torch.empty((tokens, width), dtype=sum_dtype, device=y_RD.device)
     block = min(1024, power_of_two(width))
     launch(
         weighted_sum_kernel,
@@ -177,9 +174,8 @@ def weighted_sum(
         y_RD,
         placement.position,
         weights_TK.contiguous(),
-        out,
+        out_TD,
         WIDTH=width,
         TOP_K=top_k,
         BLOCK=block,
     )
-    return out

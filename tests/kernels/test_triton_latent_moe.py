@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.kernels.latent_moe import reference, triton_ops
+from expertmesh.kernels.latent_moe import reference, triton_experts, triton_ops
 from expertmesh.kernels.latent_moe.tables import ExpertTable, Matrices, Matrix, expert_table
 from expertmesh.kernels.latent_moe.triton_experts import block_rows
 from expertmesh.kernels.latent_moe.triton_permute import place
@@ -197,6 +197,14 @@ def test_rows_do_not_touch_each_other() -> None:
     rows = torch.tensor([14, 0, 7, 2])
     few = triton_ops.experts_partial_sum(z[rows], ids[rows], weights[rows], layer, SITU)
     assert_close(few, whole[rows], 2e-6)
+
+
+def test_many_tokens_go_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(HELD["bf16"], 32, 32)
+    z, ids, weights = draw(7, 32, 2, [*HELD["bf16"]], 0.9)
+    monkeypatch.setattr(triton_experts, "MOST_TOKENS", 3)
+    got = triton_ops.experts_partial_sum(z, ids, weights, layer, SITU)
+    assert_close(got, reference.experts_partial_sum(z, ids, weights, layer, SITU))
 
 
 def test_float64_sums_of_two_processes_give_the_float32_of_one() -> None:
