@@ -15,15 +15,18 @@ from torch import Tensor
 from expertmesh.kernels.launch import interpreted
 
 BACKENDS = ("triton", "torch", "reference")
+E4M3_FROM = (8, 9)  # NVIDIA's compute capability
 _MODULES = {"triton": "triton_ops", "torch": "torch_ops", "reference": "reference"}
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """home: its folder. without_triton: why it has no Triton kernel, where it has none."""
+    """home: its folder. without_triton: why it has no Triton kernel, where it has none. e4m3: its
+    Triton kernel casts to or from FP8, which NVIDIA GPUs can from compute capability 8.9 on."""
 
     home: str
     without_triton: str = ""
+    e4m3: bool = False
 
 
 OPERATORS = {
@@ -43,8 +46,8 @@ OPERATORS = {
     "experts_partial_sum": Operator("latent_moe"),
     "mxfp4_decode": Operator("quant"),
     "mxfp4_encode": Operator("quant", "weights are packed once, not while serving"),
-    "fp8_encode": Operator("quant"),
-    "fp8_decode": Operator("quant"),
+    "fp8_encode": Operator("quant", e4m3=True),
+    "fp8_decode": Operator("quant", e4m3=True),
     "sample": Operator("sampling"),
     "log_probs": Operator("sampling", "torch's log_softmax is one kernel"),
     "counter_uniform": Operator("sampling", "one number, drawn on the host"),
@@ -129,11 +132,17 @@ def resolve(choice: str, device_type: str) -> dict[str, str]:
     return served
 
 
-def load_kernels(choice: str = "auto", device_type: str = "cpu") -> Kernels:
-    """The operators as `resolve` deals them. Raises KernelsUnavailable."""
+def load_kernels(
+    choice: str = "auto", device_type: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Kernels:
+    """The operators as `resolve` deals them, for a model in `dtype`. Raises KernelsUnavailable."""
+    served = resolve(choice, device_type)
+    if interpreted() and "triton" in served.values() and dtype != torch.float32:
+        # Silently: it takes the bits of such numbers for integers.
+        raise KernelsUnavailable(f"Triton's interpreter computes wrongly in {dtype}: use float32")
     functions = {
         name: getattr(_module(OPERATORS[name].home, backend), name)
-        for name, backend in resolve(choice, device_type).items()
+        for name, backend in served.items()
     }
     return Kernels(backend=choice, **functions)
 
@@ -153,6 +162,8 @@ def why_not(name: str, backend: str, device_type: str) -> str:
             return "Triton kernels run on a GPU (TRITON_INTERPRET=1 runs them slowly on the CPU)"
         elif not torch.cuda.is_available():
             return "no CUDA device"
+        elif operator.e4m3 and _capability() < E4M3_FROM:
+            return "E4M3 casts need compute capability 8.9"
     elif backend == "reference" and device_type != "cpu":
         return "the reference is for the CPU"
     try:
@@ -181,6 +192,11 @@ def operator_support(device_type: str = "cpu") -> list[OperatorSupport]:
         for name in OPERATORS
         for backend in reversed(BACKENDS)
     ]
+
+
+def _capability() -> tuple[int, int]:
+    """Of the NVIDIA GPU in use; AMD's have their own numbers, and the casts."""
+    return E4M3_FROM if torch.version.hip else torch.cuda.get_device_capability()
 
 
 def _module(home: str, backend: str):  # type: ignore[no-untyped-def]

@@ -67,4 +67,4 @@ class OpenModel:
         if name == "auto":
             name = "float32" if kind == "cpu" else "bfloat16"
         self.dtype = DTYPES[name]
-        self.kernels: Kernels = load_kernels(settings.kernels, kind)
+        self.kernels: Kernels = load_kernels(settings.kernels, kind, self.dtype)

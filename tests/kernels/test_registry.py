@@ -4,6 +4,7 @@ from importlib import import_module
 from inspect import signature
 
 import pytest
+import torch
 
 from expertmesh.kernels import registry
 from expertmesh.kernels.registry import (
@@ -72,6 +73,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def pretend(available: bool) -> None:
         monkeypatch.setattr(registry, "interpreted", lambda: False)
         monkeypatch.setattr(registry.torch.cuda, "is_available", lambda: available)
+        monkeypatch.setattr(registry.torch.cuda, "get_device_capability", lambda: (9, 0))
 
     return pretend
 
@@ -92,6 +94,24 @@ def test_triton_without_a_gpu_is_refused_with_the_reason(on_a_gpu: Callable[[boo
     with pytest.raises(KernelsUnavailable, match="cannot serve rms_norm: Triton kernels run on a"):
         resolve("triton", "cpu")
     assert set(resolve("auto", "cuda").values()) == {"torch"}
+
+
+def test_fp8_casts_need_a_gpu_that_has_them(
+    on_a_gpu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(True)
+    monkeypatch.setattr(registry.torch.cuda, "get_device_capability", lambda: (8, 0))
+    served = resolve("auto", "cuda")
+    assert served["fp8_encode"] == served["fp8_decode"] == "torch"
+    assert served["rms_norm"] == "triton"
+    with pytest.raises(KernelsUnavailable, match="fp8_encode: E4M3 casts need compute capability"):
+        resolve("triton", "cuda")
+
+
+def test_the_interpreter_s_bfloat16_is_refused() -> None:
+    with pytest.raises(KernelsUnavailable, match="computes wrongly in"):
+        load_kernels("auto,rms_norm=triton", "cpu", torch.bfloat16)
+    load_kernels("auto", "cpu", torch.bfloat16)
 
 
 def test_record_is_frozen() -> None:
