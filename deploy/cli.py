@@ -241,6 +241,13 @@ def serve(
             "auto,sample=torch. See `expertmesh doctor`.",
         ),
     ] = "auto",
+    decode_graphs: Annotated[
+        str,
+        option(
+            rich_help_panel=_MODEL,
+            help="Decode steps as CUDA graphs: auto (where they can be recorded), on or off.",
+        ),
+    ] = "auto",
     max_model_len: Annotated[
         Optional[int],  # noqa: UP045
         option(
@@ -288,6 +295,8 @@ def serve(
         raise typer.BadParameter(f"must match {MESH_NAME}", param_hint="--name")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise typer.BadParameter("must be auto, float32 or bfloat16", param_hint="--dtype")
+    if decode_graphs not in ("auto", "on", "off"):
+        raise typer.BadParameter("must be auto, on or off", param_hint="--decode-graphs")
     options = ServeOptions(
         model=(model or BUNDLED).absolute(),
         expert_actors=expert_actors,
@@ -311,6 +320,7 @@ def serve(
         grace_seconds=grace_seconds,
         dtype=dtype,
         kernels=kernels,
+        decode_graphs=decode_graphs,
         max_model_len=max_model_len,
         max_running=max_running,
         kv_pages=kv_pages,

@@ -13,6 +13,7 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.checkpoint import Checkpoint, CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig, load_config
+from expertmesh.actors.model.graphs import Choice, GraphsUnavailable, wanted
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.tokenizer import MODEL_FILE, Tokenizer, TokenizerError
@@ -128,6 +129,16 @@ def check_kernels(choice: str, here: bool) -> None:
     except KernelsUnavailable as error:
         hint = "`expertmesh doctor` prints who can serve each operator"
         raise Refused(ExitCode.USAGE, f"--kernels {choice}: {error}", hint) from error
+
+
+def check_graphs(choice: Choice, kernels: str, here: bool) -> None:
+    """here: as in check_kernels, which has passed. Raises Refused with the reason."""
+    try:
+        if here:
+            wanted(choice, kernels, "cuda" if torch.cuda.is_available() else "cpu")
+    except GraphsUnavailable as error:
+        hint = "`--decode-graphs auto` records them where that can be"
+        raise Refused(ExitCode.USAGE, f"--decode-graphs {choice}: {error}", hint) from error
 
 
 def even_share(config: ModelConfig, expert_actors: int) -> int:

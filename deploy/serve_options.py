@@ -57,6 +57,7 @@ class ServeOptions:
     grace_seconds: int
     dtype: str
     kernels: str = "auto"
+    decode_graphs: str = "auto"
     max_model_len: int | None
     max_running: int
     kv_pages: int
@@ -89,8 +90,15 @@ class ServeOptions:
 
     def engine(self, config: ModelConfig) -> EngineSettings:
         return EngineSettings(
-            pages=self.kv_pages, slots=self.max_running, max_context=self.context(config)
+            pages=self.kv_pages,
+            slots=self.max_running,
+            max_context=self.context(config),
+            graphs=self.graphs,
         )
+
+    @property
+    def graphs(self) -> Literal["auto", "on", "off"]:
+        return cast(Literal["auto", "on", "off"], self.decode_graphs)
 
     def context(self, config: ModelConfig) -> int:
         """What one request may use: never more than the model knows or all pages hold."""

@@ -210,19 +210,27 @@ class Replayed:
 def runner_for(model: "Model", choice: Choice) -> Runner:
     """auto: graphs where they can be recorded. Raises GraphsUnavailable for "on" where not."""
     eager = EagerRunner(model, model.uploads)
-    reason = why_no_graphs(model)
-    if choice == "off" or (choice == "auto" and reason):
+    if not wanted(choice, model.kernels.backend, model.device.type):
         return eager
-    if reason:
-        raise GraphsUnavailable(f"decode graphs cannot be recorded: {reason}")
     return GraphRunner(model, eager, CudaRecorder(model.device))
 
 
-def why_no_graphs(model: "Model") -> str:
-    """Empty where they can be recorded."""
-    if model.device.type != "cuda":
-        return f"the device is {model.device.type}, not a CUDA GPU"
-    served = resolve(model.kernels.backend, model.device.type)
+def wanted(choice: Choice, kernels: str, device_type: str) -> bool:
+    """Whether decode passes are recorded with these kernels (as `resolve` takes them) on a device
+    of this type. Raises GraphsUnavailable for "on" where they cannot be."""
+    if choice == "off":
+        return False
+    reason = why_no_graphs(kernels, device_type)
+    if reason and choice == "on":
+        raise GraphsUnavailable(f"decode graphs cannot be recorded: {reason}")
+    return not reason
+
+
+def why_no_graphs(kernels: str, device_type: str) -> str:
+    """Empty where they can be recorded. Raises KernelsUnavailable."""
+    if device_type != "cuda":
+        return f"the device is {device_type}, not a CUDA GPU"
+    served = resolve(kernels, device_type)
     slow = [
         name
         for name in DECODE_OPERATORS

@@ -242,8 +242,9 @@ def test_autoscaling_leaves_a_pool_without_a_maximum_alone(
 def test_options_reach_the_mesh(checkpoint: Path) -> None:
     config = preflight.check_folder(checkpoint)
     chosen = options(checkpoint, hold_seconds=7.0, rebalance_seconds=0.0, max_expert_actors=3)
-    settings = replace(chosen, kernels="torch,sample=reference").cluster(config, 4)
-    assert settings.load.kernels == "torch,sample=reference"
+    chosen = replace(chosen, kernels="torch,sample=reference", decode_graphs="off")
+    settings = chosen.cluster(config, 4)
+    assert settings.load.kernels == "torch,sample=reference" and settings.engine.graphs == "off"
     assert (settings.recovery.hold_s, settings.rebalance.period_s) == (7.0, 0.0)
     assert settings.slots_per_actor == 4 and settings.slots(config.num_experts, 2) == 4
 
@@ -266,6 +267,12 @@ def test_kernels_of_other_machines_are_refused_by_their_actors() -> None:
     preflight.check_kernels("auto,pack_linear=triton", here=False)
     with pytest.raises(Refused, match="unknown operator"):
         preflight.check_kernels("auto,glue=torch", here=False)
+
+
+def test_graphs_that_cannot_be_recorded_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(Refused, match="on: decode graphs cannot be recorded: the device is cpu"):
+        run(options(checkpoint, decode_graphs="on"))
+    preflight.check_graphs("on", "auto", here=False)
 
 
 def test_dry_run_checks_the_port_and_warns_of_a_cut(

@@ -10,6 +10,7 @@ from expertmesh.actors.model.batch import Batch, Span
 from expertmesh.actors.model.forward import EagerRunner
 from expertmesh.actors.model.graphs import Bucket, GraphRunner, GraphsUnavailable, bucket_of
 from expertmesh.actors.model.model import RoutingTrace
+from expertmesh.kernels.registry import OPERATORS
 from tests.support.checkpoints import write_checkpoint
 from tests.support.graph_tape import Tape
 from tests.support.padded_kernels import padded_torch
@@ -146,9 +147,18 @@ def test_buckets() -> None:
     assert bucket_of(batch(0, 0), 0) is None
 
 
-def test_graphs_asked_for_where_they_cannot_be(folder: Path) -> None:
+def test_graphs_asked_for_where_they_cannot_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Runner(folder).model
     assert isinstance(graphs.runner_for(model, "auto"), EagerRunner)
     assert isinstance(graphs.runner_for(model, "off"), EagerRunner)
     with pytest.raises(GraphsUnavailable, match="the device is cpu"):
         graphs.runner_for(model, "on")
+    served = dict.fromkeys(OPERATORS, "triton") | {"route": "torch", "pack_linear": "torch"}
+    monkeypatch.setattr(graphs, "resolve", lambda kernels, device_type: served)
+    with pytest.raises(GraphsUnavailable, match="recorded: route would ask the host"):
+        graphs.wanted("on", "auto,route=torch", "cuda")
+    assert not graphs.wanted("auto", "auto,route=torch", "cuda")
+    served["route"] = "triton"
+    assert graphs.wanted("auto", "auto", "cuda") and graphs.wanted("on", "auto", "cuda")
