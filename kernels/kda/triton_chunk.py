@@ -104,7 +104,7 @@ def kda_pairs_kernel(
     if part * BLOCK_ROWS >= tl.load(chunks + chunk * 4 + 1):  # no row here
         for other in range(0, BLOCKS):
             tl.store(mix + strip + other * BLOCK_ROWS, zeros)
-            tl.store(attend + strip + other * BLOCK_ROWS, zeros.to(attend.dtype.element_ty))
+            tl.store(attend + strip + other * BLOCK_ROWS, zeros)
         return
 
     q = y + tile * CHUNK * BLOCK
@@ -133,7 +133,7 @@ def kda_pairs_kernel(
     b_solved = inverse_of_unit_triangle(b_mix * beta)
     at = strip + part * BLOCK_ROWS
     tl.store(mix + at, b_solved)
-    tl.store(attend + at, b_attend.to(attend.dtype.element_ty))
+    tl.store(attend + at, b_attend)
 
     for other in range(0, part):
         early = row + other * BLOCK_ROWS
@@ -157,9 +157,9 @@ def kda_pairs_kernel(
             b_attend += tl.dot(b_q * b_before, b_early, input_precision=PRECISION)
         at = strip + other * BLOCK_ROWS
         tl.store(mix + at, b_mix * beta)
-        tl.store(attend + at, b_attend.to(attend.dtype.element_ty))
+        tl.store(attend + at, b_attend)
     for other in range(part + 1, BLOCKS):
-        tl.store(attend + strip + other * BLOCK_ROWS, zeros.to(attend.dtype.element_ty))
+        tl.store(attend + strip + other * BLOCK_ROWS, zeros)
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def kda_solve_kernel(
             b_passed += tl.sum(b_gate, 0)
             b_rows *= b_before * tl.load(k_scale + row + at * BLOCK_ROWS)[:, None]
             b_q = scaled_rows(q, cell, q_scale, at, BLOCK) * b_before
-            tl.store(q_old + base + at * step + cell, b_q.to(q_old.dtype.element_ty))
+            tl.store(q_old + base + at * step + cell, b_q)
         if at == 0:
             b_0 = b_rows
         elif at == 1:
@@ -312,11 +312,11 @@ def kda_scan_kernel(
         b_update = tl.load(uw + by_row + value[None, :])
         b_update -= tl.dot(b_w, b_state, input_precision=PRECISION)
         b_q = tl.load(q_old + by_row + key[None, :])
-        b_out = tl.dot(b_q, b_state.to(b_q.dtype), input_precision=PRECISION)
+        b_out = tl.dot(b_q, b_state, input_precision=PRECISION)
         b_attend = tl.load(
             attend + tile * CHUNK * CHUNK + row[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         )
-        b_out = tl.dot(b_attend, b_update.to(b_attend.dtype), b_out, input_precision=PRECISION)
+        b_out = tl.dot(b_attend, b_update, b_out, input_precision=PRECISION)
         begin = tl.load(chunks).to(tl.int64)
         rows = tl.load(chunks + 1)
         tl.store(

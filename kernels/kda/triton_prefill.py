@@ -195,12 +195,12 @@ def dot_precisions(dtype: torch.dtype) -> tuple[str, str]:
     one, and an error of the operands comes out many times larger. The system is small, so it takes
     three tensor-core products for each (AMD's matrix cores multiply float32 as it is).
 
-    PRECISION is for all else that reaches the state. With bfloat16 activations it is TF32: its
-    rounding (2^-12) is an eighth of the one that q, k and v had (2^-9), and what it gets wrong in
-    the state's prediction w S the next row corrects, as the delta rule always does. Operands of
-    bfloat16 would instead err like the inputs, once more in each chunk. Only what the results alone
-    see (q_old, attend, and the copies of state and update that they multiply) is rounded to
-    bfloat16, as the results are right afterwards. Float32 activations are multiplied as such.
+    PRECISION is for all others. With bfloat16 activations it is TF32: its rounding (2^-12) is an
+    eighth of the one that q, k and v had (2^-9), and what it gets wrong in the state's prediction
+    w S the next row corrects, as the delta rule always does. Operands of bfloat16 would be half the
+    scratch memory and twice as fast, but err like the inputs, once more in each chunk, and more
+    than that in results, which are small sums of large products. Float32 activations are multiplied
+    as such.
     """
     exact = "ieee" if target().startswith("gfx") else "tf32x3"
     return ("tf32" if dtype == torch.bfloat16 else exact), exact
@@ -220,8 +220,8 @@ def kda_prefill(
 ) -> Tensor:
     """As `torch_ops.kda_prefill`. Rows of qkv, z and beta and slots may lie apart.
 
-    Needs scratch memory while it runs: 24 D bytes per row and head with bfloat16 activations, 32 D
-    with float32, and some 400 more.
+    Needs scratch memory while it runs: 26 D bytes per row and head with bfloat16 activations, 32 D
+    with float32, and some 500 more.
     """
     rows, heads, dim = z_THD.shape
     device, channels, width = z_THD.device, qkv_TC.shape[1], conv_weight_CW.shape[1]
@@ -302,10 +302,10 @@ def _delta_rule(
     # Sizes of blocks are the largest that all of sm_90, sm_100 and gfx942 compile without spills.
     pair_columns, solve_columns, value_columns = min(block, 32), min(block, 64), min(block, 32)
 
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=gates.device)
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=gates.device)
 
-    mix, attend = scratch(tiles, CHUNK, CHUNK), scratch(tiles, CHUNK, CHUNK, dtype=y.dtype)
+    mix, attend = scratch(tiles, CHUNK, CHUNK), scratch(tiles, CHUNK, CHUNK)
     launch(
         kda_pairs_kernel,
         (4 * count, heads),
@@ -322,8 +322,8 @@ def _delta_rule(
         PRECISION=precision,
         num_warps=2,
     )
-    uw, k_end = scratch(2, tiles, CHUNK, block), scratch(tiles, block, CHUNK)
-    q_old, keep = scratch(tiles, CHUNK, block, dtype=y.dtype), scratch(tiles, block)
+    uw, q_old = scratch(2, tiles, CHUNK, block), scratch(tiles, CHUNK, block)
+    k_end, keep = scratch(tiles, block, CHUNK), scratch(tiles, block)
     launch(
         kda_solve_kernel,
         (count, heads, 2 * block // solve_columns),
