@@ -2,7 +2,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertmesh.kernels.cases import Case, Make
+from expertmesh.kernels.launch import recording
 from expertmesh.kernels.sampling import reference, torch_ops, triton_ops
+from expertmesh.kernels.sampling.cases import CASES
 from tests.kernels.checks import randn
 from tests.kernels.triton_checks import assert_fence, fenced, spread
 
@@ -133,3 +136,12 @@ def test_no_row_and_nothing_written_outside(monkeypatch: pytest.MonkeyPatch) -> 
     assert triton_ops.sample(randn(1, 9), *settings((0.0, 1, 1.0, 0.0, 0.5))).shape == (1,)
     for tensor in made:
         assert_fence(tensor)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_work_is_every_operand_once(case: Case) -> None:
+    with recording() as launches:
+        triton_ops.sample(*case.arguments(Make()))
+    (launch,) = launches
+    tensors = [one for one in launch.arguments if isinstance(one, Tensor)]
+    assert case.work.bytes == sum(one.nbytes for one in tensors)
