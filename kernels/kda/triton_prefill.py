@@ -299,8 +299,10 @@ def _delta_rule(
     heads, dim = out_THD.shape[1:]
     count = plan.chunks.shape[0]
     precision, exact = dot_precisions(y.dtype)
-    # Sizes of blocks are the largest that all of sm_90, sm_100 and gfx942 compile without spills.
-    pair_columns, solve_columns, value_columns = min(block, 32), min(block, 64), min(block, 32)
+    # The largest that sm_90, sm_100 and gfx942 compile without spills. Float32 activations make
+    # three products of each and need more registers.
+    pair_columns, solve_columns = min(block, 32), min(block, 64)
+    value_columns = min(block, 32 if precision == "tf32" else 16)
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=gates.device)
