@@ -85,7 +85,7 @@ class LocalExchange:
             if len(self._banks) > 1:
                 ids_TK = ids_TK.masked_fill(mine_TK >= 0, -1)
         if total is None:
-            return torch.zeros(z_TD.shape, dtype=torch.float32)
+            return torch.zeros(z_TD.shape, dtype=torch.float32, device=z_TD.device)
         return total.float()
 
     def combine(self, pending: Tensor) -> Tensor:

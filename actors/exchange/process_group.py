@@ -65,30 +65,35 @@ class Groups:
     ) -> None:
         self.roster, self.rank, self.device = roster, rank, device
         self.deadline = timedelta(seconds=settings.deadline_s)
+        self.control: Any
+        self.dispatch: Any
+        self.combine: Any
         self._closed = False
         self._closing = threading.Lock()
         self.on_close: list[Callable[[], None]] = []
         self.verdict: str | None = None
         meet_s = settings.join_deadline_s if roster.meet_s is None else roster.meet_s
         limit = self.join_deadline = timedelta(seconds=meet_s)
+        self.control = self.dispatch = self.combine = None
         where = Where(rank, -1, "join", -1)
         name = roster.name(rank)
         store: RendezvousStore | None = None
         try:
             store = RendezvousStore(roster.store, roster.epoch, name, limit.total_seconds())
             self.store = store
-            self.control: Any = _gloo(store, roster, rank, host, limit)
-            self.dispatch: Any = self.control
-            self.combine: Any = self.control
+            self.control = self.dispatch = self.combine = _gloo(store, roster, rank, host, limit)
             if device.type == "cuda":
                 # Two communicators: on one, a combine waiting for the experts would hold up the
                 # dispatch of the next micro-batch behind it.
                 self._tcp = tcp = _tcp_store(store, rank, host, limit)
                 self.dispatch = _nccl(PrefixStore("dispatch", tcp), roster, rank, limit)
                 self.combine = _nccl(PrefixStore("combine", tcp), roster, rank, limit)
+                for group in (self.dispatch, self.combine):
+                    self._connect(group, limit)
         except RuntimeError as error:
             if store is not None:
                 store.close()
+            self._abort_device_groups()
             raise where.error(f"{name} could not join: {_reason(error)}") from error
 
     @property
@@ -153,9 +158,19 @@ class Groups:
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     break
+        self._abort_device_groups()
+
+    def _abort_device_groups(self) -> None:
         for group in (self.dispatch, self.combine):
             if group is not self.control:
                 group.abort()
+
+    def _connect(self, group: Any, limit: timedelta) -> None:
+        """NCCL connects a pair with the first bytes between them: here, beside the running epoch,
+        instead of in the next one's first step."""
+        out, into = (torch.zeros(self.roster.size, device=self.device) for _ in range(2))
+        each = [1] * self.roster.size
+        self._poll(group.alltoall_base(out, into, each, each, limit), limit)
 
     @staticmethod
     def _poll(work: Any, limit: timedelta) -> None:

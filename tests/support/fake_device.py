@@ -6,12 +6,13 @@ on meta tensors by themselves; `one_device` adds what they let pass.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,13 +48,30 @@ class _OneDevice(TorchDispatchMode):
         return out
 
 
+class _NoLiterals(TorchFunctionMode):
+    """What becomes a tensor on the device out of numbers of the host, unseen by a dispatch mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") not in (None, "cpu"):
+            raise AssertionError(f"{func.__name__}: numbers of the host for the device")
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device == META:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(part, list) for part in index):
+                raise AssertionError("a list of the host as an index on the device")
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def one_device(moving: bool = False) -> Iterator[tuple[_OneDevice, list[Launch]]]:
     """Inside, an operator on tensors of host and device, or a copy from one to the other, is an
     AssertionError; kernel launches are listed and not made. moving: host tensors may be moved to
     the device, as prompts do with what is planned for them."""
     mode = _OneDevice(moving)
-    with recording() as launches, mode:
+    literals = nullcontext() if moving else _NoLiterals()
+    with recording() as launches, literals, mode:
         yield mode, launches
 
 

@@ -17,11 +17,15 @@ from expertmesh.actors.exchange.base import ExchangeError
 from expertmesh.actors.exchange.counted import CountedAttention
 from expertmesh.actors.exchange.formats import formats_of
 from expertmesh.actors.exchange.opening import Opening, StepPlan
+from expertmesh.actors.exchange.process_group import Groups
 from expertmesh.actors.exchange.replicas import ReplicaChoice
 from expertmesh.actors.exchange.roster import Roster, holders
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.exchange.whole import WholeAttention, WholeExpert
 from expertmesh.actors.exchange.wire import Frame
+from expertmesh.kernels.latent_moe.tables import expert_table
+from expertmesh.kernels.latent_moe.triton_ops import experts_partial_sum
+from expertmesh.kernels.latent_moe.types import Glu
 from tests.actors.exchange.test_mesh import expected, one_step, settings, step_of_all
 from tests.actors.exchange.toy import Shape, ThreadMesh
 from tests.support.fake_device import META, MetaUploads, one_device
@@ -190,6 +194,31 @@ def test_auto_is_mixed_on_a_gpu() -> None:
     assert formats.layout == "mixed"
 
 
+def mxfp4(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    sizes = (rows, columns // 2), (rows, columns // 32)
+    codes, scales = (torch.empty(size, dtype=torch.uint8, device=META) for size in sizes)
+    return codes, scales
+
+
+@pytest.mark.parametrize("after", [0, 3, 10**9])
+def test_a_late_message_is_an_error_and_not_a_hang(after: int) -> None:
+    class Work:
+        asked = 0
+
+        def is_completed(self) -> bool:
+            self.asked += 1
+            return self.asked > after
+
+        def wait(self) -> None:
+            assert self.asked > after
+
+    if after > 10:
+        with pytest.raises(RuntimeError, match="Timed out"):
+            Groups._poll(Work(), timedelta(milliseconds=5))
+    else:
+        Groups._poll(Work(), timedelta(seconds=5))
+
+
 def test_a_decode_step_asks_the_device_nothing() -> None:
     """Both ends, every layer, on tensors without data; only the end of a step looks at some."""
     plan = StepPlan.of([Opening(3, 0, 0, 11, 1, 0, -1), Opening(3, 0, 1, 4, 1, 0, -1)], 1024)
@@ -200,7 +229,11 @@ def test_a_decode_step_asks_the_device_nothing() -> None:
     attention, expert = groups_of(0), groups_of(2)
     front = WholeAttention(attention, FORMATS, uploads)
     back = WholeExpert(expert, FORMATS, MetaUploads())
-    with one_device():
+    w1, w2, w3 = mxfp4(96, 64), mxfp4(64, 96), mxfp4(96, 64)
+    table = expert_table(dict.fromkeys(COPIES[1][0], (w1, w2, w3)), 7, 96, META)
+    experts: Any = SimpleNamespace(table=lambda: table)
+    glu = Glu("situ", 1.5, 2.0)
+    with one_device() as (_, launches):
         front.begin(plan, layers)
         back.begin(plan, layers)
         for at in plan.rounds(layers):
@@ -208,11 +241,15 @@ def test_a_decode_step_asks_the_device_nothing() -> None:
             ids_TK = torch.empty(11, 3, dtype=torch.int64, device=META)
             weights_TK = torch.empty(11, 3, device=META)
             chunk = front.post(at, plan.capacity, choice, (z_TD, ids_TK, weights_TK))
-            z_ND, ids_NK, _ = back.receive(at, plan.capacity)
-            assert z_ND.shape == (2 * 16, 64) and ids_NK.shape == (2 * 16, 3)
-            back.send(at, plan.capacity, torch.empty(2 * 16, 64, device=META))
+            rows = back.receive(at, plan.capacity)
+            assert [tuple(part.shape) for part in rows] == [(32, 64), (32, 3), (32, 3)]
+            z_ND, ids_NK, weights_NK = rows
+            sum_ND = experts_partial_sum(z_ND, ids_NK.long(), weights_NK, experts, glu)
+            assert sum_ND.shape == (32, 64)
+            back.send(at, plan.capacity, sum_ND)
             sum_TD = front.land(chunk)
             assert sum_TD.shape == (11, 64) and sum_TD.dtype == torch.float32
+        assert launches, "the experts' kernels"
         for end in (front.check, back.finish):
             with pytest.raises((RuntimeError, NotImplementedError)):
                 end()

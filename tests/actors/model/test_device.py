@@ -153,6 +153,29 @@ def test_two_micro_batches(model: Model) -> None:
     step(model, batch_of([5, 63, 64, 130]), ping_pong=True)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda there, here: there + here,
+        lambda there, here: there.copy_(here),
+        lambda there, here: here.to(META),
+        lambda there, here: there[torch.tensor([0, 1])],
+        lambda there, here: there[[0, 1]],
+        lambda there, here: torch.tensor([1, 2], device=META),
+        lambda there, here: there.cpu(),
+        lambda there, here: there.tolist(),
+        lambda there, here: bool((there > 0).any()),
+        lambda there, here: there[there > 0],
+    ],
+)
+def test_what_the_host_must_not_do_is_seen(wrong: Callable[[Tensor, Tensor], Any]) -> None:
+    with one_device() as (mode, _):
+        torch.empty(4, 3, device=META).mul_(torch.tensor(2.0))
+        assert mode.operators == 3, "a number may meet a tensor of the device"
+        with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+            wrong(torch.empty(4, 3, device=META), torch.ones(4, 3))
+
+
 def test_decode_operators_are_those_of_the_model() -> None:
     """Whether graphs can be recorded is asked of these."""
     asked = set(DECODE_OPERATORS)
