@@ -87,8 +87,9 @@ def _print_floors(found: list[Floor], gpu: str | None) -> None:
     console = Console(highlight=False)
     table = Table(
         "operator", "case", "moves", "computes", "H200 floor", "bound by",
-        title="kernels at K3's shapes", box=SIMPLE,
+        title="kernels at K3's shapes", box=SIMPLE, pad_edge=False, collapse_padding=True,
     )  # fmt: skip
+    table.columns[1].min_width = 16
     if gpu is not None:
         for name in ("by", "measured", "ratio"):
             table.add_column(name)
