@@ -214,7 +214,8 @@ def block_rows(tokens: int, top_k: int, table: ExpertTable, dtype: torch.dtype) 
     """Rows per block: about what an expert gets. Rows arrive because they have an expert here, so
     one each at least; where all experts are here they have all their choices."""
     expected = max(tokens * top_k // table.slots_E.shape[0], tokens // max(1, table.held))
-    return min(64 if dtype == torch.float32 else 128, max(16, power_of_two(expected)))
+    most = 64 if dtype == torch.float32 or target().startswith("gfx") else 128
+    return min(most, max(16, power_of_two(expected)))
 
 
 def tiles(rows: int, form: int, dtype: torch.dtype) -> Tiles:
