@@ -1,10 +1,10 @@
 """Decode passes as recorded graphs: what lies between two exchanges is one launch.
 
 A graph repeats recorded work on the same memory, so everything it reads must lie still and keep
-its shape. Decode batches are padded to a *bucket*: a power of two of rows, a power of two of pages
-for the longest row. A bucket is recorded when it first comes up, one graph for each piece of its
-pass; each step then copies its indices and the experts' sums into the bucket's memory and replays.
-Prompts, and batches outside all buckets, are computed call by call.
+its shape. Decode batches are padded to a *bucket*: a power of two of rows, a power of eight of
+pages for the longest row. A bucket is recorded when it first comes up, one graph for each piece of
+its pass; each step then copies its indices and the experts' sums into the bucket's memory and
+replays. Prompts, and batches outside all buckets, are computed call by call.
 
 What is recorded are addresses of weights, state and own memory: a new epoch or routing changes
 none of them, another ModelState does and starts afresh.
@@ -36,8 +36,10 @@ Replay = Callable[[], None]
 
 FEWEST_ROWS = 4
 MOST_ROWS = 256
-# A graph for 16,384 pages (a million tokens) would walk over as many entries of every row's table.
-MOST_PAGES = 1 << 14
+# Coarse, for a new bucket is recorded in the middle of serving, while wide tables cost little: the
+# attention over a context splits it into more and more tokens, and leaves out what is not there.
+FEWEST_PAGES, PAGES_FACTOR = 8, 8
+MOST_PAGES = 1 << 15  # two million tokens
 
 # What a decode pass calls. Each must run on a GPU without asking the host anything.
 DECODE_OPERATORS = (
@@ -108,7 +110,12 @@ def bucket_of(batch: Batch, micro: int) -> Bucket | None:
     """None for a batch that is not recorded."""
     if not batch.is_decode or batch.rows > MOST_ROWS or batch.most_pages > MOST_PAGES:
         return None
-    return Bucket(max(FEWEST_ROWS, _up(batch.rows)), _up(batch.most_pages), micro)
+    rows, pages = FEWEST_ROWS, FEWEST_PAGES
+    while rows < batch.rows:
+        rows *= 2
+    while pages < batch.most_pages:
+        pages *= PAGES_FACTOR
+    return Bucket(rows, pages, micro)
 
 
 class GraphRunner:
@@ -237,8 +244,3 @@ def why_no_graphs(kernels: str, device_type: str) -> str:
         if served[name] != "triton" and not OPERATORS[name].without_triton
     ]
     return f"{', '.join(slow)} would ask the host: only Triton kernels do not" if slow else ""
-
-
-def _up(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()

@@ -66,7 +66,7 @@ def test_a_bucket_is_recorded_once(folder: Path) -> None:
     pair.prefill(5, 6, 7, 8)
     for slots in [(0,), (1, 2, 3), (2, 0)]:
         pair.decode(*slots)
-    assert pair.runner.buckets == [Bucket(4, 1, 0)]
+    assert pair.runner.buckets == [Bucket(4, 8, 0)]
     recorded = len(pair.tape.recorded)
     assert pair.tape.replays == 3 * recorded, "one launch a piece and step"
     moe = len(pair.eager.config.moe_layers)
@@ -94,7 +94,7 @@ def test_what_fits_no_bucket_runs_eagerly(folder: Path, monkeypatch: pytest.Monk
     pair.decode(5)
     assert not pair.runner.buckets
     pair.decode(0)
-    assert pair.runner.buckets == [Bucket(4, 1, 0)]
+    assert pair.runner.buckets == [Bucket(4, 8, 0)]
 
 
 def test_micro_batches_have_graphs_of_their_own(folder: Path) -> None:
@@ -116,7 +116,7 @@ def test_another_state_is_recorded_anew(folder: Path) -> None:
     pair.prefill(9)
     pair.decode(0)
     assert pair.tape.warmed == 2
-    assert pair.runner.buckets == [Bucket(4, 1, 0)]
+    assert pair.runner.buckets == [Bucket(4, 8, 0)]
 
 
 def test_wanted_rows_and_the_trace_come_without_padding(folder: Path) -> None:
@@ -139,9 +139,9 @@ def test_buckets() -> None:
         spans = [Span(row, row, 1, position, pages, decode) for row in range(rows)]
         return Batch(torch.zeros(rows, dtype=torch.int64), spans, torch.arange(rows))
 
-    assert bucket_of(batch(1, 0), 0) == Bucket(4, 1, 0)
-    assert bucket_of(batch(5, 63), 1) == Bucket(8, 1, 1)
-    assert bucket_of(batch(256, 64 * 4), 0) == Bucket(256, 8, 0)
+    assert bucket_of(batch(1, 0), 0) == Bucket(4, 8, 0)
+    assert bucket_of(batch(5, 63), 1) == Bucket(8, 8, 1)
+    assert bucket_of(batch(256, 64 * 8), 0) == Bucket(256, 64, 0)
     assert bucket_of(batch(257, 0), 0) is None
     assert bucket_of(batch(3, 0, decode=False), 0) is None
     assert bucket_of(batch(0, 0), 0) is None

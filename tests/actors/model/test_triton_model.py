@@ -20,7 +20,7 @@ MEDIAN = 1e-4  # difference to the golden logits; both bounds as for torch's ker
 
 
 @pytest.mark.parametrize(
-    ("name", "most", "decoded"), [("kimi_k3-tiny", 2e-2, 1), ("kimi_linear-tiny", 1e-4, 3)]
+    ("name", "most", "decoded"), [("kimi_k3-tiny", 2e-2, 1), ("kimi_linear-tiny", 1e-4, 2)]
 )
 def test_golden(name: str, most: float, decoded: int) -> None:
     folder = GOLDEN / name
