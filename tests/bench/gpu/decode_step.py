@@ -1,10 +1,11 @@
 """A decode step of the engine's model between its exchanges: call by call, and as CUDA graphs.
 
-The layers have K3's width (three KDA and one MLA layer, all with router, latent projections and
-shared experts). The experts are elsewhere: what was sent comes back as their sum, so that only the
-attention half is timed.
+The layers have K3's width: three KDA and one MLA layer, all with router, latent projections and
+shared experts, and three sources of the residual where K3's last layers have nine. The experts are
+elsewhere: what was sent comes back as their sum, so that only the attention half is timed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,19 +73,19 @@ class Echo:
 
 
 def measure(item: str, device: torch.device, timer: Timer, small: bool) -> dict[str, Any]:
-    """Times of the whole step both ways, launches, and the largest difference of the logits."""
+    """Times of the whole step both ways, what each asks of the device, and the largest difference
+    of the logits from the same state: there should be none."""
     missing = stand_ins.install()
     from expertmesh.actors.model.batch import Batch, Span
     from expertmesh.actors.model.config import ModelConfig
     from expertmesh.actors.model.model import Model
-    from expertmesh.kernels.registry import load_kernels
 
     rows, context = (2, 70) if small else (int(item.split()[0]), int(item.split()[2]))
     dtype = torch.float32 if small else torch.bfloat16
     config = ModelConfig(**(SMALL if small else K3))
-    kernels = load_kernels("torch" if small else "auto", device.type)
+    kernels, graph_runner = _parts(device, small)
     source = RandomSource(config, device)
-    model = Model(config, kernels, source, dtype=dtype, device=device)
+    model = Model(config, kernels, source, dtype=dtype, device=device, graphs="off")
     pages = -(-(context + 1) // PAGE)
     state = model.new_state(rows * pages, rows)
     spans = [
@@ -96,36 +97,42 @@ def measure(item: str, device: torch.device, timer: Timer, small: bool) -> dict[
     def step() -> Tensor:
         return model.forward(batch, state, Echo())
 
-    found: dict[str, Any] = {"layers": config.num_layers, "stand_ins": missing}
-    start = [x.clone() for x in state.tensors()]
-    exact = step()
-    found["eager"] = timer.call_us(step) | {"launches": launches(step, device)}
-    found |= _graphs(model, step, state, start, exact, timer, device)
-    return found
-
-
-def _graphs(
-    model: Any,
-    step: Any,
-    state: Any,
-    start: list[Tensor],
-    exact: Tensor,
-    timer: Timer,
-    device: torch.device,
-) -> dict[str, Any]:
-    """The same with the model's graph runner; from the same state it must give the same logits."""
-    from expertmesh.actors.model import graphs
-
-    model.runner = graphs.runner_for(model)
+    start = [x.normal_(std=0.1).clone() for x in state.tensors()]
+    exact = step().clone()
+    eager = timer.call_us(step) | {"asked": asked_by(step, device)}
+    model.runner = graph_runner(model)
     step()
     for tensor, value in zip(state.tensors(), start, strict=True):
         tensor.copy_(value)
     off = float((step() - exact).abs().max())
-    times = timer.call_us(step) | {"launches": launches(step, device)}
-    return {"graphs": times, "largest_logit_difference": off}
+    return {
+        "layers": config.num_layers,
+        "stand_ins": missing,
+        "eager": eager,
+        "graphs": timer.call_us(step) | {"asked": asked_by(step, device)},
+        "largest_logit": float(exact.abs().max()),
+        "largest_logit_difference": off,
+    }
 
 
-def launches(call: Any, device: torch.device) -> dict[str, int]:
+def _parts(device: torch.device, small: bool) -> tuple[Any, Callable[[Any], Any]]:
+    """(kernels, model -> the runner that records). Without a GPU a tape stands for graphs."""
+    from expertmesh.actors.model import graphs
+    from expertmesh.actors.model.forward import EagerRunner
+    from expertmesh.kernels.registry import load_kernels
+
+    if not small:
+        return load_kernels("auto", device.type), lambda model: graphs.runner_for(model, "on")
+    from tests.support.graph_tape import Tape
+    from tests.support.padded_kernels import padded_torch
+
+    tape = Tape()
+    return padded_torch(tape.opaque), lambda model: graphs.GraphRunner(
+        model, EagerRunner(model, model.uploads), tape
+    )
+
+
+def asked_by(call: Any, device: torch.device) -> dict[str, int]:
     """What one call asks of the device: launches by the host, kernels that ran."""
     if device.type != "cuda":
         return {}
@@ -138,7 +145,7 @@ def launches(call: Any, device: torch.device) -> dict[str, int]:
     by_host = {"cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaLaunchKernelExC"}
     events = trace.events() or []
     return {
-        "by_host": sum(event.name in by_host for event in events),
+        "launches": sum(event.name in by_host for event in events),
         "graphs": sum(event.name == "cudaGraphLaunch" for event in events),
         "kernels": sum(event.device_type.name == "CUDA" for event in events),
     }

@@ -118,8 +118,8 @@ def _kda_decode(bound: float | None) -> Callable[[Make, torch.dtype], Args]:
 
 def _kda_prefill(bound: float | None) -> Callable[[Make, torch.dtype], Args]:
     def arguments(make: Make, dtype: torch.dtype) -> Args:
-        spans = [KdaSpan(2, 0, 70, 41), KdaSpan(6, 70, 71, 0), KdaSpan(1, 73, 138, 128)]
-        return *_kda(make, 140, 1, dtype, bound), spans
+        spans = [KdaSpan(2, 0, 30, 41), KdaSpan(6, 30, 31, 0), KdaSpan(1, 33, 81, 128)]
+        return *_kda(make, 83, 1, dtype, bound), spans
 
     return arguments
 

@@ -16,9 +16,14 @@ from tests.bench.gpu.plan import Clock, Outcome, Section
 
 Run = Callable[[str, str], Any]  # (section, item) -> result, JSON-able
 
+# A new process imports torch and opens the device before it is ready.
+START_SECONDS = 60.0
+READY = "ready"
+
 
 class Worker:
-    """One process. `item`: what it works on, until `deadline`."""
+    """One process. `item`: what it works on, until `deadline`. It may be asked before it is ready;
+    what an item may take counts from then on."""
 
     def __init__(self, prepare: Callable[[], Run]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -26,12 +31,16 @@ class Worker:
         self.process = context.Process(target=_serve, args=(far_end, prepare), daemon=True)
         self.process.start()
         far_end.close()
-        self.item = ""
-        self.deadline = 0.0
+        self.ready = False
+        self.item, self.deadline, self._seconds = "", 0.0, 0.0
 
     def begin(self, section: Section, item: str, latest: float) -> None:
-        self.item, self.deadline = item, min(time.monotonic() + section.patience, latest)
+        self.item, self._seconds = item, min(section.patience, latest - time.monotonic())
+        self.deadline = time.monotonic() + self._seconds + (0.0 if self.ready else START_SECONDS)
         self.pipe.send((section.name, item))
+
+    def is_ready(self) -> None:
+        self.ready, self.deadline = True, time.monotonic() + self._seconds
 
     def end(self) -> None:
         self.process.kill()
@@ -81,7 +90,8 @@ class Pool:
         still: list[Worker] = []
         for worker in busy:
             if worker.pipe in ready:
-                self._note(worker, outcome)
+                if not self._note(worker, outcome):
+                    still.append(worker)
             elif time.monotonic() >= worker.deadline:
                 outcome.failed[worker.item] = "ended: no result within its time"
                 worker.end()
@@ -89,14 +99,19 @@ class Pool:
                 still.append(worker)
         return still
 
-    def _note(self, worker: Worker, outcome: Outcome) -> None:
+    def _note(self, worker: Worker, outcome: Outcome) -> bool:
+        """Whether the worker is done with its item."""
         try:
-            result, failure, healthy = worker.pipe.recv()
+            news = worker.pipe.recv()
         except EOFError:
             worker.process.join()
             outcome.failed[worker.item] = f"its process ended: {worker.process.exitcode}"
             worker.end()
-            return
+            return True
+        if news == READY:
+            worker.is_ready()
+            return False
+        result, failure, healthy = news
         if failure:
             outcome.failed[worker.item] = failure
         else:
@@ -105,6 +120,7 @@ class Pool:
             self._idle.append(worker)
         else:
             worker.end()
+        return True
 
 
 def run_here(section: Section, clock: Clock, run: Run) -> Outcome:
@@ -126,14 +142,18 @@ def run_here(section: Section, clock: Clock, run: Run) -> Outcome:
 def _serve(pipe: Connection, prepare: Callable[[], Run]) -> None:
     # The parent's threads would be as many again in each of its workers.
     os.environ.setdefault("OMP_NUM_THREADS", "2")
-    run: Run | None = None
+    try:
+        run = prepare()
+    except Exception:
+        pipe.send((None, traceback.format_exc(), False))
+        return
+    pipe.send(READY)
     while True:
         try:
             section, item = pipe.recv()
         except EOFError:
             return
         try:
-            run = run or prepare()
             pipe.send((run(section, item), "", True))
         except Exception as error:
             pipe.send((None, traceback.format_exc(), not _is_fault(error)))

@@ -94,8 +94,8 @@ def _decode(found: Results) -> str:
             item,
             f"{one['eager']['median_us']:.0f}",
             f"{one['graphs']['median_us']:.0f}",
-            str(one["eager"]["launches"].get("by_host", "-")),
-            str(one["graphs"]["launches"].get("graphs", "-")),
+            str(one["eager"]["asked"].get("launches", "-")),
+            str(one["graphs"]["asked"].get("graphs", "-")),
             f"{one['largest_logit_difference']:.1e}",
         ]
         for item, one in found.items()

@@ -4,7 +4,7 @@ import os
 
 from expertmesh.kernels import cases
 
-# K3's sizes where the interpreter is to get through them; the widths that kernels are made for stay.
+# In place of K3's; the widths that kernels are made for stay.
 SMALL = {
     "HIDDEN": 264,
     "HEADS": 2,

@@ -39,7 +39,7 @@ class _StandIn(ModuleType):
 
 def install() -> list[str]:
     """Returns the names of the packages that are missing here and were replaced."""
-    missing = {name for name in PACKAGES if "." not in name and find_spec(name) is None}
+    missing = {name for name in PACKAGES if "." not in name and _is_missing(name)}
     for name in PACKAGES:
         if name.partition(".")[0] in missing:
             module = sys.modules.setdefault(name, _StandIn(name))
@@ -47,3 +47,8 @@ def install() -> list[str]:
             if package:
                 setattr(sys.modules[package], child, module)
     return sorted(missing)
+
+
+def _is_missing(name: str) -> bool:
+    replaced = isinstance(sys.modules.get(name), _StandIn)
+    return replaced or find_spec(name) is None

@@ -1,0 +1,119 @@
+"""The GPU day's script runs to its end where there is no GPU, and says what went wrong where."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertmesh.kernels.registry import OPERATORS
+from tests.bench.gpu import stand_ins
+from tests.bench.gpu.claims import Claim, floating, none_above
+from tests.bench.gpu.plan import Clock, Section
+from tests.bench.gpu.pool import Pool
+from tests.support.gpu_items import prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """Run as a script from a foreign folder: nothing but the repository's tree is at hand."""
+    folder = tmp_path_factory.mktemp("day")
+    command = [sys.executable, str(ROOT / "tests/bench/gpu_day.py"), "--dry-run", "--out", "r.json"]
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=plain, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout, json.loads((folder / "r.json").read_text())
+
+
+def test_every_section_runs_dry(day: tuple[str, dict[str, Any]]) -> None:
+    printed, results = day
+    for name, found in results["sections"].items():
+        assert found["results"] and not found["failed"] and not found["skipped"], name
+    assert printed.count("0 failed") == len(results["sections"])
+    assert "DRY RUN" in printed and "logits differ" in printed
+
+
+def test_every_triton_operator_is_held_against_float64_and_timed(
+    day: tuple[str, dict[str, Any]],
+) -> None:
+    sections = day[1]["sections"]
+    served = {name for name, operator in OPERATORS.items() if not operator.without_triton}
+    served.remove(
+        "mla_plan"
+    )  # what torch works out before a step and Triton's kernel does not need
+    timed = {found["operator"] for found in sections["timing"]["results"].values()}
+    checked = {name.split("/")[0] for name in sections["correctness: K3"]["results"]}
+    assert served <= timed and served <= checked
+    assert all(
+        found["against"] == "float64"
+        for name in ("correctness: K3", "correctness: odd")
+        for found in sections[name]["results"].values()
+    )
+    assert day[1]["without_odd_sizes"] == []
+
+
+def test_bounds_can_be_broken() -> None:
+    exact = torch.randn(50, 40, dtype=torch.float64)
+    near = exact.bfloat16()
+    assert floating("out", near, exact, l2=1e-6).judge()["holds"]
+    wrong = near.clone()
+    wrong[3, 5] += 0.1
+    assert not floating("one element", wrong, exact, l2=1e-6).judge()["holds"]
+    assert not floating("all a little", near * 1.004, exact, l2=1e-6).judge()["holds"]
+    wrong[3, 5] = torch.nan
+    assert not floating("NaN", wrong, exact, l2=1e-6).judge()["holds"]
+    assert not floating("shape", near[:-1], exact, l2=1e-6).judge()["holds"]
+    bits = Claim("bits", exact.clone(), exact)
+    assert bits.judge()["holds"]
+    bits.actual[0, 0] += 1e-12
+    assert not bits.judge()["holds"]
+    assert none_above("share", torch.tensor([0.0, 0.5]), 0.5).judge()["holds"]
+    for bad in (0.6, torch.nan):
+        assert not none_above("share", torch.tensor([0.0, bad]), 0.5).judge()["holds"]
+
+
+def test_a_failure_a_crash_and_a_hang_cost_one_item_each() -> None:
+    """Of what a device does to a process nothing reaches the next item."""
+    pool = Pool(prepare)
+    clock = Clock(60)
+    items = ["a", "fails", "b", "faults", "c", "dies", "d", "hangs", "e"]
+    try:
+        outcome = pool.run(Section("s", items, seconds=50, patience=4), clock)
+        late = pool.run(Section("late", ["never"], seconds=0, patience=4), clock)
+    finally:
+        pool.close()
+    assert list(outcome.results) == ["a", "b", "c", "d", "e"]
+    a, b, c, d, e = (text.rsplit(" ", 1)[1] for text in outcome.results.values())
+    assert a == b and len({b, c, d, e}) == 4
+    assert "a wrong number" in outcome.failed["fails"]
+    assert "illegal memory access" in outcome.failed["faults"]
+    assert outcome.failed["dies"] == "its process ended: 7"
+    assert outcome.failed["hangs"] == "ended: no result within its time"
+    assert late.skipped == ["never"] and not late.results
+
+
+def test_stand_ins_take_what_configurations_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_ins, "PACKAGES", ("not_installed", "not_installed.part"))
+    assert stand_ins.install() == ["not_installed"] == stand_ins.install()
+    try:
+        import not_installed
+
+        class Shape(not_installed.BaseModel, frozen=True):
+            width: int
+            height: int = 3
+
+            @not_installed.model_validator(mode="after")
+            def check(self) -> "Shape":
+                return self
+
+        assert (Shape(width=2).width, Shape(width=2).height) == (2, 3)
+        assert issubclass(not_installed.ValidationError, Exception)
+    finally:
+        for name in ("not_installed.part", "not_installed"):
+            del sys.modules[name]
