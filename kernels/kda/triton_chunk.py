@@ -107,6 +107,7 @@ def kda_pairs_kernel(
             tl.store(attend + strip + other * BLOCK_ROWS, zeros)
         return
 
+    tiles = tl.cast(tiles, tl.int64)
     q = y + tile * CHUNK * BLOCK
     k = q + tiles * CHUNK * BLOCK
     gates += tile * CHUNK * BLOCK
@@ -224,6 +225,7 @@ def kda_solve_kernel(
     cell = row[:, None] * BLOCK + lane[None, :]
     step: tl.constexpr = BLOCK_ROWS * BLOCK
     base = tile * CHUNK * BLOCK
+    tiles = tl.cast(tiles, tl.int64)
     q = y + base
     k = q + tiles * CHUNK * BLOCK
     x = k + (1 - keys) * tiles * CHUNK * BLOCK
@@ -297,6 +299,7 @@ def kda_scan_kernel(
     slot = tl.load(spans + span * 3).to(tl.int64)
     first = tl.load(spans + span * 3 + 1)
     count = tl.load(spans + span * 3 + 2)
+    tiles = tl.cast(tiles, tl.int64)
     row = tl.arange(0, CHUNK)
     key = tl.arange(0, BLOCK)
     value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
