@@ -6,7 +6,7 @@ reach it are those with an expert there, and few of them have two.
 
 import random
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -65,15 +65,19 @@ def experts_work(
 
 
 class CaseExperts:
-    """As an expert bank passes them: 15 experts with random matrices."""
+    """As an expert bank passes them: 15 experts with random matrices, each in memory of its own.
+
+    Those of one are those of the last, moved on by a row: drawing all would take a minute.
+    """
 
     def __init__(self, make: Make, packed: bool) -> None:
+        drawn = _packed if packed else _dense
         shapes = (INNER, LATENT), (LATENT, INNER), (INNER, LATENT)
-        matrix = self._packed if packed else self._dense
-        self._held: dict[int, Matrices] = {}
-        for expert in HELD:
-            w1, w2, w3 = (matrix(make, *shape) for shape in shapes)
-            self._held[expert] = w1, w2, w3
+        w1, w2, w3 = (drawn(make, *shape) for shape in shapes)
+        self._held: dict[int, Matrices] = {
+            expert: (_moved(w1, at), _moved(w2, at), _moved(w3, at))
+            for at, expert in enumerate(HELD)
+        }
         self._device = make.device
 
     @cached_property
@@ -90,16 +94,23 @@ class CaseExperts:
         )
         return torch.cat([w1, w3]), w2
 
-    @staticmethod
-    def _packed(make: Make, rows: int, columns: int) -> Matrix:
-        codes = make.ints(256, rows, columns // 2, dtype=torch.uint8)
-        return codes, make.ints(3, rows, columns // 32, dtype=torch.uint8).add_(118)
 
-    @staticmethod
-    def _dense(make: Make, rows: int, columns: int) -> Matrix:
-        return make.randn(rows, columns, scale=columns**-0.5)
+def _packed(make: Make, rows: int, columns: int) -> Matrix:
+    codes = make.ints(256, rows, columns // 2, dtype=torch.uint8)
+    return codes, make.ints(3, rows, columns // 32, dtype=torch.uint8).add_(118)
 
 
+def _dense(make: Make, rows: int, columns: int) -> Matrix:
+    return make.randn(rows, columns, scale=columns**-0.5)
+
+
+def _moved(matrix: Matrix, rows: int) -> Matrix:
+    if isinstance(matrix, tuple):
+        return matrix[0].roll(rows, 0), matrix[1].roll(rows, 0)
+    return matrix.roll(rows, 0)
+
+
+@cache
 def chosen_ids(rows: int) -> list[list[int]]:
     """[rows, TOP_K]: one or two experts of HELD at random places, -1 elsewhere."""
     draw = random.Random(rows)

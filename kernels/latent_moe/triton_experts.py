@@ -241,11 +241,12 @@ def experts_partial_sum(
     *,
     sum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """As `torch_ops.experts_partial_sum`, but for three things.
+    """As `torch_ops.experts_partial_sum`, but for four things.
 
     The experts are those of `weights_of.table()`, read as they are stored. A token that chose an
     expert which is not in the table gets NaN: the host does not know of it. The hidden values are
-    rounded to z's type once, after the activation.
+    rounded to z's type once, after the activation. For bf16 rows the scale 2^-127 counts as 0 and
+    the scale byte 255, which no checkpoint may have, is not NaN.
     """
     out_TD = torch.empty(z_TD.shape, dtype=sum_dtype, device=z_TD.device)
     table = weights_of.table()
