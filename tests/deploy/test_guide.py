@@ -229,7 +229,7 @@ def live_without_server(case: Case) -> None:
 
 
 def parsed(case: Case) -> None:
-    """Run for real in test_{doctor,bench_residual,bench_kernels,ray_files}.py and tests/system/test_hosts.py."""
+    """Run for real in test_{doctor,bench_residual,bench_kernels,ray_files}.py and test_hosts.py."""
     case.files_exist()
     parse(typer.main.get_command(app), case.words[1:])
 
