@@ -104,6 +104,7 @@ def kda_decode_kernel(
     b_k = silu_as(convolved(b_xk, weight, k_column, inside, channel_stride, tap_stride, WIDTH), qkv)
     b_q = b_q * (inverse_norm(tl.sum(b_q * b_q, 0)) * scale)
     b_k = b_k * inverse_norm(tl.sum(b_k * b_k, 0))
+    key_query = tl.sum(b_k * b_q, 0)
     b_z = tl.load(z + row * z_stride + q_column, mask=inside, other=0.0).to(tl.float32)
     b_z += tl.load(dt_bias + q_column, mask=inside, other=0.0)
     rate = tl.exp(tl.load(a_log + head))
@@ -126,11 +127,12 @@ def kda_decode_kernel(
         b_xv = recent_rows(qkv, conv_state, v_column, inside_v, conv_row_stride, WIDTH, TAPS)
         b_v = convolved(b_xv, weight, v_column, inside_v, channel_stride, tap_stride, WIDTH)
         b_state = b_state * b_decay[:, None]
+        # S^T q after the update is S^T q before it and (k . q) delta: one pass sees the old state.
         b_delta = learn * (silu_as(b_v, qkv) - tl.sum(b_state * b_k[:, None], 0))
-        b_state += b_k[:, None] * b_delta[None, :]
-        tl.store(out + value, tl.sum(b_state * b_q[:, None], 0), mask=inside_v)
+        b_out = tl.sum(b_state * b_q[:, None], 0) + key_query * b_delta
+        tl.store(out + value, b_out, mask=inside_v)
         tl.debug_barrier()
-        tl.store(state + cell, b_state, mask=within)
+        tl.store(state + cell, b_state + b_k[:, None] * b_delta[None, :], mask=within)
         shift_window(conv_state, b_xv, v_column, inside_v, conv_row_stride, WIDTH)
 
 
@@ -183,8 +185,8 @@ def kda_decode(
         TAPS=power_of_two(width),
         BOUNDED=lower_bound is not None,
         BLOCK=block,
-        # Half of K3's state at a time, 64 values per thread: two programs then fit on an H200's
-        # multiprocessor, and one loads while the other computes.
+        # Half of K3's state at a time, 64 values per thread: three programs then fit on an H200's
+        # multiprocessor, and some load while others compute.
         BLOCK_V=block_v,
         num_warps=min(4, max(1, block * block_v // 2048)),
     )
