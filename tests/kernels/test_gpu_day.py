@@ -44,9 +44,7 @@ def test_every_triton_operator_is_held_against_float64_and_timed(
 ) -> None:
     sections = day[1]["sections"]
     served = {name for name, operator in OPERATORS.items() if not operator.without_triton}
-    served.remove(
-        "mla_plan"
-    )  # what torch works out before a step and Triton's kernel does not need
+    served.remove("mla_plan")  # torch works it out before a step; Triton's kernel needs none
     timed = {found["operator"] for found in sections["timing"]["results"].values()}
     checked = {name.split("/")[0] for name in sections["correctness: K3"]["results"]}
     assert served <= timed and served <= checked

@@ -104,13 +104,15 @@ def measure(item: str, device: torch.device, timer: Timer, small: bool) -> dict[
     step()
     for tensor, value in zip(state.tensors(), start, strict=True):
         tensor.copy_(value)
-    off = float((step() - exact).abs().max())
+    off, largest = float((step() - exact).abs().max()), float(exact.abs().max())
+    # Another number of pages may split the context elsewhere, and rounds otherwise then.
+    assert off <= 2.0**-5 * largest, f"logits of graphs off by {off} of {largest}"
     return {
         "layers": config.num_layers,
         "stand_ins": missing,
         "eager": eager,
         "graphs": timer.call_us(step) | {"asked": asked_by(step, device)},
-        "largest_logit": float(exact.abs().max()),
+        "largest_logit": largest,
         "largest_logit_difference": off,
     }
 

@@ -55,7 +55,7 @@ def claims(operator: str, before: Args, result: Any, after: Args) -> list[Claim]
 
 def _twin_claims(operator: str, before: Args, result: Any) -> list[Claim]:
     expected = implementation(operator, "torch")(*before)
-    pairs = zip(_tensors(result), _tensors(expected), strict=True)
+    pairs = zip(tensors(result), tensors(expected), strict=True)
     return [
         floating(f"output {i} of the torch twin", one, other.double(), l2=5e-3)
         if one.is_floating_point()
@@ -64,10 +64,18 @@ def _twin_claims(operator: str, before: Args, result: Any) -> list[Claim]:
     ]
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    return [x for part in result for x in _tensors(part)] if isinstance(result, tuple) else []
+def tensors(value: Any) -> list[Tensor]:
+    """Those in a value of tuples, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for part in value for x in tensors(part)] if isinstance(value, tuple) else []
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """NaN equals itself."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    left, right = (x.contiguous().view(widths[x.element_size()]) for x in (one, other))
+    return torch.equal(left, right)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from expertmesh.kernels.cases import (
     Make,
 )
 from tests.bench.gpu.inputs import DeviceMake
+from tests.bench.gpu.pool import NO_GRAPH
 from tests.bench.gpu.timers import Timer
 
 GATE_BOUND = -5.0
@@ -41,7 +42,7 @@ def time_peer(item: str, device: torch.device, timer: Timer) -> dict[str, Any]:
         try:
             times["graph"] = timer.graph_us(calls)
         except RuntimeError as error:
-            times["no_graph"] = str(error).splitlines()[0]
+            times[NO_GRAPH] = str(error).splitlines()[0]
     return times
 
 

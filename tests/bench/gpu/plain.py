@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.bench.gpu.choice_formulas import expert_matrices
-from tests.bench.gpu.operators import implementation
+from tests.bench.gpu.operators import implementation, tensors
 
 Call = Callable[[], Any]
 PAGE = 64
@@ -24,7 +24,18 @@ def plain_torch(operator: str) -> tuple[str, Callable[..., Call]]:
     own = _PLAIN.get(operator)
     if own is not None:
         return "plain torch", own
-    return "torch twin", partial(partial, implementation(operator, "torch"))
+    return "torch twin", partial(_on_device, implementation(operator, "torch"))
+
+
+def _on_device(twin: Callable[..., Any], *args: Any) -> Call:
+    """The twin makes its own tensors on the default device: here, where its arguments are."""
+    device = tensors(args)[0].device
+
+    def call() -> Any:
+        with device:
+            return twin(*args)
+
+    return call
 
 
 def _kda_decode(*args: Any) -> Call:
@@ -76,15 +87,41 @@ def _experts(*args: Any) -> Call:
         w1, w3, w2 = expert_matrices(weights_of.table(), expert)
         held[expert] = torch.cat((w1, w3)).to(z.dtype), w2.to(z.dtype)
     rows = {expert: (ids == expert).nonzero(as_tuple=True) for expert in used}
-    glu = implementation("glu", "torch")
 
     def call() -> Tensor:
         out = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
         for expert, (w13, w2) in held.items():
             token, place = rows[expert]
-            term = glu(z[token] @ w13.t(), spec) @ w2.t()
+            term = _activated(z[token] @ w13.t(), spec) @ w2.t()
             out.index_add_(0, token, term.float() * weights[token, place].unsqueeze(1))
         return out
+
+    return call
+
+
+def _glu(gate_up: Tensor, spec: Any) -> Call:
+    return lambda: _activated(gate_up, spec)
+
+
+def _activated(gate_up: Tensor, spec: Any) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if spec.kind == "silu":
+        return (F.silu(gate) * up).to(gate_up.dtype)
+    left = spec.beta * torch.tanh(gate / spec.beta) * torch.sigmoid(gate)
+    soft = spec.linear_beta
+    return (left * (up if soft is None else soft * torch.tanh(up / soft))).to(gate_up.dtype)
+
+
+def _mxfp4_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Call:
+    """Both nibbles of a byte looked up at once."""
+    device = packed.device
+    codes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
+    signed, byte = torch.cat((codes, -codes)), torch.arange(256, device=device)
+    pairs = torch.stack((signed[byte & 15], signed[byte >> 4]), dim=1)
+
+    def call() -> Tensor:
+        blocks = pairs[packed.int()].view(*scale.shape, 32)
+        return (blocks * torch.exp2(scale.float() - 127.0).unsqueeze(-1)).flatten(-2).to(dtype)
 
     return call
 
@@ -114,5 +151,7 @@ _PLAIN: dict[str, Callable[..., Call]] = {
     "kda_decode": _kda_decode,
     "mla_decode": _mla_decode,
     "experts_partial_sum": _experts,
+    "glu": _glu,
+    "mxfp4_decode": _mxfp4_decode,
     "sample": _sample,
 }

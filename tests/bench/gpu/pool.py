@@ -19,6 +19,8 @@ Run = Callable[[str, str], Any]  # (section, item) -> result, JSON-able
 # A new process imports torch and opens the device before it is ready.
 START_SECONDS = 60.0
 READY = "ready"
+# Key of a result: why no graph of a call could be recorded.
+NO_GRAPH = "no_graph"
 
 
 class Worker:
@@ -154,9 +156,15 @@ def _serve(pipe: Connection, prepare: Callable[[], Run]) -> None:
         except EOFError:
             return
         try:
-            pipe.send((run(section, item), "", True))
+            result = run(section, item)
+            pipe.send((result, "", not spoiled(result)))
         except Exception as error:
             pipe.send((None, traceback.format_exc(), not _is_fault(error)))
+
+
+def spoiled(result: Any) -> bool:
+    """Whether the process may still think that it records a graph: a recording broke off."""
+    return isinstance(result, dict) and NO_GRAPH in result
 
 
 def _is_fault(error: Exception) -> bool:

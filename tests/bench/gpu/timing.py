@@ -11,6 +11,7 @@ from expertmesh.kernels.launch import recording
 from expertmesh.kernels.work import H200
 from tests.bench.gpu.operators import implementation
 from tests.bench.gpu.plain import plain_torch
+from tests.bench.gpu.pool import NO_GRAPH
 from tests.bench.gpu.rotation import copies_of
 from tests.bench.gpu.timers import Timer
 
@@ -57,5 +58,5 @@ def _times(calls: list[Callable[[], Any]], timer: Timer) -> dict[str, Any]:
     try:
         times["graph"] = timer.graph_us(calls)
     except RuntimeError as error:
-        times["no_graph"] = str(error).splitlines()[0]
+        times[NO_GRAPH] = str(error).splitlines()[0]
     return times
