@@ -94,20 +94,27 @@ def experts_partial_sum(
     ends = sizes.cumsum()
     rows = int(ends[-1])
     # place: row of the padded, expert-sorted buffer that serves the n-th sorted (token, k) pair.
-    place = np.arange(order.size) + (ends - sizes - counts.cumsum() + counts).repeat(counts)
-    source = np.full(rows, tokens)  # padding rows read the zero row behind the tokens
+    pairs = np.arange(order.size)
+    place = pairs + (ends - sizes - counts.cumsum() + counts).repeat(counts)
+    source = np.zeros(rows, np.int64)  # padding rows repeat some other row
     source[place] = order // top_k
     serving = np.full(flat.size, rows)  # non-local pairs read the zero row behind the results
     serving[order] = place
 
-    zero_1D = z_TD.new_zeros(1, z_TD.shape[1])
-    x_RD = torch.cat((z_TD, zero_1D)).index_select(0, torch.from_numpy(source))
+    x_RD = z_TD.index_select(0, torch.from_numpy(source))
     h_R2I = x_RD.new_empty(rows, matrices[0][0].shape[0])
     split = sizes.tolist()
     multiply_all(x_RD, [w13 for w13, _ in matrices], split, h_R2I)
+    if rows == order.size:
+        act_RI = glu(h_R2I, spec)
+    else:  # its functions cost more than moving rows
+        back = np.zeros(rows, np.int64)
+        back[place] = pairs
+        act_PI = glu(h_R2I.index_select(0, torch.from_numpy(place)), spec)
+        act_RI = act_PI.index_select(0, torch.from_numpy(back))
     y_RD = x_RD.new_empty(rows + 1, x_RD.shape[1])
     y_RD[rows].zero_()
-    multiply_all(glu(h_R2I, spec), [w2 for _, w2 in matrices], split, y_RD[:rows])
+    multiply_all(act_RI, [w2 for _, w2 in matrices], split, y_RD[:rows])
     y_TKD = y_RD.index_select(0, torch.from_numpy(serving)).view(tokens, top_k, -1).float()
     if skipped:
         weights_TK = weights_TK.masked_fill(ids_TK < 0, 0.0)
