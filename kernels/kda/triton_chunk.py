@@ -12,6 +12,8 @@ Numbers of the dots, `PRECISION` and `EXACT`: see `triton_prefill.dot_precisions
 import triton
 import triton.language as tl
 
+from expertmesh.kernels.kda.triton_common import operand
+
 BLOCK_ROWS = tl.constexpr(16)
 CHUNK = tl.constexpr(64)
 BLOCKS = tl.constexpr(4)
@@ -65,11 +67,12 @@ def pairs_of_halves(
     b_decay = tl.exp(
         tl.where(late, running_sum(b_gate, SIZE, False), until_end(next_gates, cell, SIZE))
     )
-    b_kd = b_k * b_decay
+    b_kd = operand(b_k * b_decay, PRECISION)
+    b_qd = operand(b_q * b_decay, PRECISION)
     b_early = tl.trans(b_kd)
     pair = late & (row[:, None] // SIZE == row[None, :] // SIZE + 1)
     b_kk = tl.dot(b_kd, b_early, input_precision=PRECISION)
-    b_qk = tl.dot(b_q * b_decay, b_early, input_precision=PRECISION)
+    b_qk = tl.dot(b_qd, b_early, input_precision=PRECISION)
     return tl.where(pair, b_kk, 0.0), tl.where(pair, b_qk, 0.0)
 
 
@@ -134,7 +137,7 @@ def kda_pairs_kernel(
     b_solved = inverse_of_unit_triangle(b_mix * beta)
     at = strip + part * BLOCK_ROWS
     tl.store(mix + at, b_solved)
-    tl.store(attend + at, b_attend)
+    tl.store(attend + at, operand(b_attend, PRECISION))
 
     for other in range(0, part):
         early = row + other * BLOCK_ROWS
@@ -151,14 +154,16 @@ def kda_pairs_kernel(
                 )
                 b_behind += tl.sum(b_gate, 0)[None, :]
             b_early = tl.load(k + begin + early_cell).to(tl.float32) * early_scale
-            b_early = tl.trans(b_early * tl.exp(b_behind))
+            b_early = tl.trans(operand(b_early * tl.exp(b_behind), PRECISION))
             b_k = tl.load(k + begin + cell).to(tl.float32) * k_scale
             b_q = tl.load(q + begin + cell).to(tl.float32) * q_scale
-            b_mix += tl.dot(b_k * b_before, b_early, input_precision=PRECISION)
-            b_attend += tl.dot(b_q * b_before, b_early, input_precision=PRECISION)
+            b_k = operand(b_k * b_before, PRECISION)
+            b_q = operand(b_q * b_before, PRECISION)
+            b_mix += tl.dot(b_k, b_early, input_precision=PRECISION)
+            b_attend += tl.dot(b_q, b_early, input_precision=PRECISION)
         at = strip + other * BLOCK_ROWS
         tl.store(mix + at, b_mix * beta)
-        tl.store(attend + at, b_attend)
+        tl.store(attend + at, operand(b_attend, PRECISION))
     for other in range(part + 1, BLOCKS):
         tl.store(attend + strip + other * BLOCK_ROWS, zeros)
 
@@ -209,6 +214,7 @@ def kda_solve_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     COLS: tl.constexpr,
+    PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """Columns of one chunk, in terms of the state S before it: its update is u - w S.
@@ -243,7 +249,7 @@ def kda_solve_kernel(
             b_passed += tl.sum(b_gate, 0)
             b_rows *= b_before * tl.load(k_scale + row + at * BLOCK_ROWS)[:, None]
             b_q = scaled_rows(q, cell, q_scale, at, BLOCK) * b_before
-            tl.store(q_old + base + at * step + cell, b_q)
+            tl.store(q_old + base + at * step + cell, operand(b_q, PRECISION))
         if at == 0:
             b_0 = b_rows
         elif at == 1:
@@ -254,6 +260,11 @@ def kda_solve_kernel(
             b_3 = b_rows
     b_0, b_1, b_2, b_3 = solved(b_0, b_1, b_2, b_3, mix + tile * CHUNK * CHUNK, EXACT)
     uw += keys * tiles * CHUNK * BLOCK + base + cell
+    if keys == 1:  # w is an operand later, u is not
+        b_0 = operand(b_0, PRECISION)
+        b_1 = operand(b_1, PRECISION)
+        b_2 = operand(b_2, PRECISION)
+        b_3 = operand(b_3, PRECISION)
     tl.store(uw, b_0)
     tl.store(uw + step, b_1)
     tl.store(uw + 2 * step, b_2)
@@ -267,7 +278,7 @@ def kda_solve_kernel(
             here = BLOCKS - 1 - back
             b_after = until_end(gates + here * step + BLOCK, cell, BLOCK_ROWS) + b_behind[None, :]
             b_k = scaled_rows(k, cell, k_scale, here, BLOCK) * tl.exp(b_after)
-            tl.store(k_end + turned + here * BLOCK_ROWS, b_k)
+            tl.store(k_end + turned + here * BLOCK_ROWS, operand(b_k, PRECISION))
             b_behind += tl.sum(tl.load(gates + here * step + cell), 0)
 
 
@@ -313,9 +324,11 @@ def kda_scan_kernel(
         by_row = base + row[:, None] * BLOCK
         b_w = tl.load(uw + tiles * CHUNK * BLOCK + by_row + key[None, :])
         b_update = tl.load(uw + by_row + value[None, :])
-        b_update -= tl.dot(b_w, b_state, input_precision=PRECISION)
+        b_before = operand(b_state, PRECISION)
+        b_update -= tl.dot(b_w, b_before, input_precision=PRECISION)
+        b_update = operand(b_update, PRECISION)
         b_q = tl.load(q_old + by_row + key[None, :])
-        b_out = tl.dot(b_q, b_state, input_precision=PRECISION)
+        b_out = tl.dot(b_q, b_before, input_precision=PRECISION)
         b_attend = tl.load(
             attend + tile * CHUNK * CHUNK + row[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         )

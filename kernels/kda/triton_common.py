@@ -43,3 +43,17 @@ def silu_as(x, like):
 @triton.jit
 def inverse_norm(sum_of_squares):
     return 1.0 / tl.sqrt(sum_of_squares + 1e-6)
+
+
+@triton.jit
+def operand(x, PRECISION: tl.constexpr):
+    """A float32 operand of a dot of this input precision, rounded to nearest where it is TF32.
+
+    Tensor cores ignore the last 13 bits: unrounded operands would all shrink, and with them the
+    state. Rounded here, an interpreted kernel also multiplies the numbers that a GPU does.
+    """
+    if PRECISION == "tf32":
+        bits = x.to(tl.int32, bitcast=True) + 0x1000
+        return (bits & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return x

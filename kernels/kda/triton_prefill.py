@@ -341,6 +341,7 @@ def _delta_rule(
         HEADS=heads,
         BLOCK=block,
         COLS=solve_columns,
+        PRECISION=precision,
         EXACT=exact,
         num_warps=max(1, solve_columns // 16),
     )
