@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.triton_bf16 import install
+from tests.support import triton_bf16, triton_speed
 
-install()
+triton_bf16.install()
+triton_speed.install()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,6 +4,7 @@ These tests are what every bf16 test of a kernel stands on; a new Triton may bre
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.support import triton_bf16
@@ -255,3 +257,30 @@ def test_infinities_and_nan_survive() -> None:
     got = cast(x, torch.bfloat16)
     assert torch.equal(got[:2].float(), x[:2]) and got[2].isnan() and not got[3:].any()
     assert cast(got, torch.float32)[2].isnan()
+
+
+@triton.jit
+def doubled(b):
+    return b + b
+
+
+@triton.jit
+def helped_kernel(x, out, FAIL: tl.constexpr):
+    at = tl.arange(0, 64)
+    b = doubled(doubled(tl.load(x + at)))
+    tl.store(out + at, b + tl.sum(b, 0))
+    if FAIL:
+        tl.static_assert(False)
+
+
+def test_the_language_is_as_before_after_a_launch_with_helpers() -> None:
+    """What tests/support/triton_speed.py puts in place for a launch it takes away, in any case."""
+    functions = {name: getattr(tl, name) for name in ("load", "arange", "reduce", "range")}
+    x, out = numbers(6).float(), torch.empty(64)
+    for fail in (False, True, False):
+        out.zero_()
+        with pytest.raises(InterpreterError) if fail else nullcontext():
+            helped_kernel[(1,)](x, out, FAIL=fail)
+        torch.testing.assert_close(out, 4 * x + 4 * x.sum())
+        assert all(getattr(tl, name) is one for name, one in functions.items())
+        assert tl.core.is_builtin(tl.core.load)

@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 
 from expertmesh.actors.model.model import RoutingTrace
 from expertmesh.kernels.registry import OPERATORS
+from tests.support import triton_speed
 from tests.support.golden import GOLDEN
 from tests.support.runner import Runner
+
+triton_speed.install()
 
 PREFILLED = 6
 MEDIAN = 1e-4  # difference to the golden logits; both bounds as for torch's kernels
