@@ -17,7 +17,12 @@ from expertmesh.deploy.doctor.machine import check_machine
 from expertmesh.deploy.doctor.model import check_model
 from expertmesh.deploy.doctor.network import check_network
 from expertmesh.deploy.doctor.ray_probe import check_ray
-from expertmesh.deploy.doctor.software import check_devices, check_operators, check_software
+from expertmesh.deploy.doctor.software import (
+    check_devices,
+    check_kernels,
+    check_operators,
+    check_software,
+)
 from expertmesh.deploy.exit_codes import ExitCode
 from expertmesh.kernels.registry import OperatorSupport
 
@@ -52,6 +57,7 @@ def _asked(model: Path | None, address: str | None) -> Iterator[Finding]:
     yield from check_software()
     devices = list(check_devices())
     yield from devices
+    yield from check_kernels()
     yield from check_machine(sum(one.name.startswith("GPU ") for one in devices))
     yield from check_network()
     if model is not None:

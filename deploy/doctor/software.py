@@ -13,7 +13,9 @@ import torch
 from packaging.requirements import Requirement
 
 from expertmesh import __version__
+from expertmesh.actors.model.graphs import why_no_graphs
 from expertmesh.deploy.doctor.findings import Finding, judged
+from expertmesh.kernels.launch import interpreted
 from expertmesh.kernels.registry import OperatorSupport, operator_support
 
 SECTION = "software"
@@ -87,6 +89,24 @@ def check_devices() -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_kernels() -> Iterator[Finding]:
+    """What the speed of the operators depends on beside their backend."""
+    if interpreted():
+        yield Finding(
+            SECTION, "TRITON_INTERPRET", "warn", "kernels run in Triton's interpreter",
+            "unset it: it is slow, and wrong in bfloat16 and float8; it is for tests",
+        )  # fmt: skip
+    if _device() == "cuda":
+        why_no = why_no_graphs("auto", "cuda")
+        value = why_no or "decode steps are recorded and replayed"
+        advice = "decode starts its kernels one by one; see the operators below"
+        yield judged(GPU_SECTION, "CUDA graphs", value, not why_no, advice)
+
+
 def _driver() -> tuple[str, int] | None:
     """(driver version, number of GPUs); None without a driver."""
     tool = shutil.which("nvidia-smi")
@@ -103,8 +123,7 @@ def _driver() -> tuple[str, int] | None:
 
 def check_operators() -> tuple[list[OperatorSupport], Finding]:
     """The table, and whether every operator has a backend: on a GPU Triton, wherever it can."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = operator_support(device)
+    table = operator_support(_device())
     chosen = {one.name: one for one in table if one.chosen}
     missing = sorted({one.name for one in table} - {one.name for one in chosen.values()})
     missing += [name for name, one in chosen.items() if one.reason]
@@ -114,6 +133,6 @@ def check_operators() -> tuple[list[OperatorSupport], Finding]:
     if missing:
         advice = "the installation is damaged: install the package again"
         return table, Finding(SECTION, "operators", "fail", value, advice)
-    slow = device == "cuda" and "triton" not in counts
+    slow = _device() == "cuda" and "triton" not in counts
     advice = "torch is slow at most of them: pip install 'expertmesh[gpu]'"
     return table, judged(SECTION, "operators", value, not slow, advice)

@@ -129,6 +129,18 @@ class TestSoftware:
         _, found = software.check_operators()
         assert found.status == status and found.value == f"1 by {'torch' if reason else 'triton'}"
 
+    @pytest.mark.parametrize(("why_no", "status"), [("", "ok"), ("glu would ask the host", "warn")])
+    def test_graphs_and_the_interpreter(
+        self, why_no: str, status: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (slow,) = software.check_kernels()
+        assert slow.name == "TRITON_INTERPRET" and slow.status == "warn"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(software, "interpreted", lambda: False)
+        monkeypatch.setattr(software, "why_no_graphs", lambda choice, device: why_no)
+        (found,) = software.check_kernels()
+        assert found.name == "CUDA graphs" and found.status == status and why_no in found.value
+
     def test_an_operator_that_nothing_serves(self, monkeypatch: pytest.MonkeyPatch) -> None:
         broken = [
             OperatorSupport("glu", "triton", "no GPU"),
