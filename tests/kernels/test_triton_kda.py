@@ -218,11 +218,17 @@ def test_prefill_then_decode_equals_prefill() -> None:
 
 
 def test_bf16_activations() -> None:
-    """Rounded once, after the convolution, as by the equations; all else is float32."""
+    """Decode rounds once, after the convolution, as the equations do; prefill's operands are TF32,
+    which is an eighth of that."""
     case = in_bf16(make_case(21, 1, 32, 2, -5.0))
+    slots, pair = torch.tensor([1, 0]), torch.arange(2)
+    expected = case.decode(reference, pair, slots)
+    two = Case(case.qkv[:2], case.z[:2], case.beta[:2], case.weights, case.conv, case.state)
+    assert_all_close(decode(fence(two), slots), expected)
     spans = [(1, 0, 21, 40)]
-    assert_all_close(prefill(fence(case), spans), case.prefill(reference, spans))
-    slots = torch.tensor([1, 0])
-    pair = Case(case.qkv[:2], case.z[:2], case.beta[:2], case.weights, case.conv, case.state)
-    expected = pair.decode(reference, torch.arange(2), slots)
-    assert_all_close(decode(fence(pair), slots), expected)
+    exact = case.prefill(reference, spans)
+    out, conv, state = prefill(fence(case), spans)
+    assert torch.equal(conv, exact[1])
+    for got, wanted in ((out, exact[0]), (state[1], exact[2][1])):
+        assert float((got - wanted).norm()) < 2**-10 * float(wanted.norm())
+        assert_close(got, wanted, 2**-9)
