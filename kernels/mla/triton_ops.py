@@ -80,9 +80,14 @@ def mla_decode_kernel(
         b_total = tl.zeros([BLOCK_H], tl.float32)
         b_sum = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
         token = tl.arange(0, BLOCK_T)
-        for first in range(begin, tl.minimum(end, length), BLOCK_T):
-            page = tl.load(table + row * table_stride + first // PAGE).to(tl.int64)
+        end = tl.minimum(end, length)
+        pages = table + row * table_stride
+        page = tl.load(pages + begin // PAGE, mask=begin < end, other=0).to(tl.int64)
+        for first in range(begin, end, BLOCK_T):
             start = cache + (page * PAGE + first % PAGE) * (RANK + ROPE)
+            # Known before its latents are asked for.
+            following = first + BLOCK_T
+            page = tl.load(pages + following // PAGE, mask=following < end, other=0).to(tl.int64)
             valid = token < length - first
             at = token[:, None] * (RANK + ROPE)
             # What lies behind the last token may be anything: it is not read.
@@ -244,18 +249,21 @@ def _tiles(heads: int, itemsize: int) -> tuple[int, int, int, int]:
 
     A tile's latents are in shared memory once and serve as keys and as values. The sum of 64 heads
     fills half the registers of 8 warps: then Hopper's wide matmul applies, two tiles of 64 tokens
-    and the queries take 216 KB, and every row is read twice for 96 heads. 32 heads leave none idle.
+    and the queries take 216 KB, and 96 heads read every row twice, side by side. 32 heads leave
+    none idle and room for three tiles; AMD's 64 KB hold one tile of 32 tokens.
     """
     here = target()
     if itemsize > 2 and here:
         return 16, 16, 4, 1  # no tensor cores: exact products, slowly
-    if here.startswith("sm_10"):
-        block_h, block_t, warps = 32, 64, 8
+    if here.startswith("gfx"):
+        block_h, block_t, warps, stages = 32, 32, 4, 2
     elif here in ("sm_90", ""):
-        block_h, block_t, warps = 64, 64, 8
+        block_h, block_t, warps, stages = 64, 64, 8, 2
+    elif here.startswith("sm_10"):
+        block_h, block_t, warps, stages = 32, 64, 8, 3
     else:
-        block_h, block_t, warps = 32, 32, 4 if here.startswith("gfx") else 8
-    return min(block_h, max(16, power_of_two(heads))), block_t, warps, 2
+        block_h, block_t, warps, stages = 32, 32, 8, 2
+    return min(block_h, max(16, power_of_two(heads))), block_t, warps, stages
 
 
 def mla_plan(page_table_BN: Tensor, lengths_B: Tensor) -> None:
