@@ -19,6 +19,7 @@ from expertmesh.actors.exchange.wire import (
     Section,
     message_bytes,
     new_buffer,
+    read_headers,
 )
 
 
@@ -82,11 +83,11 @@ class CountedExpert(_Counted):
     def receive(self, at: Round, capacity: int) -> list[Frame]:
         self._wait(self._take(self._groups.dispatch, self._headers), at, "dispatch")
         rows = []
-        for peer, head in enumerate(self._heads):
-            wrong = head.mismatch(at)
+        for peer, header in enumerate(read_headers(self._heads)):
+            wrong = self._heads[peer].mismatch(header, at)
             if wrong is not None:
                 raise self._refused(peer, at, "dispatch", wrong)
-            rows.append(head.rows)
+            rows.append(header.rows)
         whole, splits, frames = self._exactly(self._formats.dispatch, rows)
         self._wait(self._take(self._groups.dispatch, whole, splits), at, "dispatch")
         return frames

@@ -20,7 +20,14 @@ from expertmesh.actors.exchange.formats import Formats
 from expertmesh.actors.exchange.layouts import Flight, FrameSets
 from expertmesh.actors.exchange.opening import LEAVE, WORDS, Opening
 from expertmesh.actors.exchange.process_group import Groups, Where
-from expertmesh.actors.exchange.wire import HEADER_BYTES, MAGIC, Frame, Round, host_memory
+from expertmesh.actors.exchange.wire import (
+    HEADER_BYTES,
+    MAGIC,
+    Frame,
+    Round,
+    host_memory,
+    read_headers,
+)
 
 HELLO = struct.Struct("<qqq")  # magic, epoch, rank
 # How often a rank that waits to be called asks whether all are still there.
@@ -203,8 +210,10 @@ class DirectExpert:
         for peer, frame in zip(self._peers, frames, strict=True):
             where = Where(peer, at.layer, "dispatch", at.step)
             self._lines.read(peer, frame.memory[:HEADER_BYTES], where)
-            if frame.mismatch(at) is None:  # else the caller raises, and its size means nothing
-                self._lines.read(peer, frame.span(frame.rows)[HEADER_BYTES:], where)
+            [header] = read_headers([frame])
+            # Else the caller raises, and its size means nothing.
+            if frame.mismatch(header, at) is None:
+                self._lines.read(peer, frame.span(header.rows)[HEADER_BYTES:], where)
         return frames
 
     def outgoing(self, at: Round, capacity: int) -> list[Frame]:

@@ -34,7 +34,7 @@ from expertmesh.actors.exchange.roster import Roster, Routing
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.exchange.versions import Choices, RoutingVersions
 from expertmesh.actors.exchange.whole import WholeAttention, WholeChunk, is_few
-from expertmesh.actors.exchange.wire import Frame, Round
+from expertmesh.actors.exchange.wire import Frame, Round, read_headers, write_headers
 from expertmesh.actors.model.upload import uploads_for
 from expertmesh.kernels.registry import Kernels, load_kernels
 
@@ -118,6 +118,7 @@ class MeshExchange:
         formats = formats_of(settings, width, top_k, dtype, self.device)
         agree(groups, formats)
         self._dtype = formats.dispatch[0].dtype
+        self._uploads = uploads_for(self.device)
         tell = None
         self._end: AttentionEnd
         if formats.layout == "direct":
@@ -127,7 +128,7 @@ class MeshExchange:
             self._end = ENDS[formats.layout](groups, formats)
         self._whole: WholeAttention | None = None
         if formats.layout == "mixed":
-            self._whole = WholeAttention(groups, formats, uploads_for(self.device))
+            self._whole = WholeAttention(groups, formats, self._uploads)
         # Both ways of a mixed exchange must round alike, whatever the sums travel in.
         self._sum_dtype = torch.float64 if formats.layout == "mixed" else torch.float32
         self._control = AttentionControl(groups, on_wake, tell)
@@ -292,9 +293,8 @@ class MeshExchange:
         if step.whole is not None:
             return step.whole.post(at, step.plan.capacity, step.choices[at.layer], ())
         frames = self._end.outgoing(at, step.plan.capacity)
-        for frame in frames:
-            frame.write_header(at, 0)
         counts = [0] * len(frames)
+        write_headers(frames, at, counts)
         flight = self._end.post(at, step.plan.capacity, counts)
         return Chunk(flight, 0, [None] * len(frames), counts)
 
@@ -315,11 +315,12 @@ class MeshExchange:
             self.rows_sent = [sent + len(z_TD) for sent in self.rows_sent]
             return step.whole.post(at, capacity, choice, (z_TD, ids_TK, weights_TK, *scale))
         ids, parts, counts = _split(choice, ids_TK.cpu().numpy(), len(self.rows_sent))
-        ids_PTK = torch.from_numpy(ids).to(self.device)
-        sent = [None if p is None else torch.from_numpy(p).to(self.device) for p in parts]
+        ids_PTK, *some = self._uploads.keep(ids, *(part for part in parts if part is not None))
+        rest = iter(some)
+        sent = [None if part is None else next(rest) for part in parts]
         frames = self._end.outgoing(at, capacity)
+        write_headers(frames, at, counts)
         for frame, mine_TK, rows, count in zip(frames, ids_PTK, sent, counts, strict=True):
-            frame.write_header(at, count)
             _fill_frame(frame, (z_TD, mine_TK, weights_TK, *scale), rows, count)
         self.rows_sent = [a + b for a, b in zip(self.rows_sent, counts, strict=True)]
         return Chunk(self._end.post(at, capacity, counts), z_TD.shape[0], sent, counts)
@@ -349,10 +350,11 @@ class MeshExchange:
     def _land(self, chunk: Chunk) -> list[Frame]:
         at = chunk.flight.at
         replies = self._end.land(chunk.flight)
-        for expert, (frame, count) in enumerate(zip(replies, chunk.counts, strict=True)):
-            wrong = frame.mismatch(at)
-            if wrong is None and frame.rows != count:
-                wrong = f"header mismatch: {count} rows went out, {frame.rows} came back"
+        headers = read_headers(replies)
+        for expert, (header, count) in enumerate(zip(headers, chunk.counts, strict=True)):
+            wrong = replies[expert].mismatch(header, at)
+            if wrong is None and header.rows != count:
+                wrong = f"header mismatch: {count} rows went out, {header.rows} came back"
             if wrong is not None:
                 self._groups.close()
                 peer = self.roster.attention + expert

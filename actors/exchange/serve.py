@@ -18,7 +18,7 @@ from expertmesh.actors.exchange.process_group import Groups, Where
 from expertmesh.actors.exchange.roster import Roster
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.exchange.whole import WholeExpert, is_few
-from expertmesh.actors.exchange.wire import Frame, Round
+from expertmesh.actors.exchange.wire import Frame, Round, read_headers, write_headers
 from expertmesh.actors.model.upload import uploads_for
 from expertmesh.actors.process import yield_to_sender
 from expertmesh.kernels.registry import Kernels, load_kernels
@@ -123,14 +123,14 @@ class MeshServer:
 
     def _serve(self, at: Round, plan: StepPlan) -> None:
         arrived = self._end.receive(at, plan.capacity)
-        counts = [self._checked(frame, at, peer) for peer, frame in enumerate(arrived)]
+        counts = self._checked(arrived, at)
         began = time.perf_counter()
         total = sum(counts)
         sums = self._sums(at, arrived, counts) if total else None
         replies = self._end.outgoing(at, plan.capacity)
+        write_headers(replies, at, counts)
         begin = 0
         for frame, count in zip(replies, counts, strict=True):
-            frame.write_header(at, count)
             if count and sums is not None:
                 frame.views(count)[0].copy_(sums[begin : begin + count])
             begin += count
@@ -164,12 +164,15 @@ class MeshServer:
             reason = str(error)
             raise ExchangeError(self.rank, at.layer, "experts", at.step, reason) from error
 
-    def _checked(self, frame: Frame, at: Round, peer: int) -> int:
-        wrong = frame.mismatch(at)
-        if wrong is not None:
-            self._groups.close()
-            raise Where(peer, at.layer, "dispatch", at.step).error(wrong)
-        return frame.rows
+    def _checked(self, frames: list[Frame], at: Round) -> list[int]:
+        """The rows of each rank's message. Raises ExchangeError."""
+        headers = read_headers(frames)
+        for peer, (frame, header) in enumerate(zip(frames, headers, strict=True)):
+            wrong = frame.mismatch(header, at)
+            if wrong is not None:
+                self._groups.close()
+                raise Where(peer, at.layer, "dispatch", at.step).error(wrong)
+        return [header.rows for header in headers]
 
     def _merged(self, frames: list[Frame], counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """All rows as (z [N, D], ids int64 [N, K], weights [N, K]), ranks in order."""

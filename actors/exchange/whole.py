@@ -71,7 +71,7 @@ class _Whole(Padded):
         if rounds:
             words[:, 1:-2] = rounds
         self._found = []
-        self._headers = dict(zip(rounds, self._uploads.send(words)[0].clone(), strict=True))
+        self._headers = dict(zip(rounds, self._uploads.keep(words)[0], strict=True))
 
     def _sheet(self, sections: tuple[Section, ...], capacity: int, *key: int) -> Sheet:
         kept = self._sheets.get((capacity, *key))
@@ -158,7 +158,7 @@ class WholeAttention(_Whole):
         """As ReplicaChoice.by_order, on the device."""
         kept = self._tables.get(layer)
         if kept is None or kept[0] is not choice:
-            table_RE = self._uploads.send(choice.orders_RE)[0].clone()
+            (table_RE,) = self._uploads.keep(choice.orders_RE)
             kept = self._tables[layer] = choice, table_RE
         table_RE = kept[1]
         order_T1 = (ids_TK[:1, :1] + self._places_C1[: len(ids_TK)]) % len(table_RE)

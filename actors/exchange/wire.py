@@ -67,6 +67,12 @@ def new_buffer(size: int, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
+class Header(NamedTuple):
+    magic: int
+    at: Round
+    rows: int
+
+
 class Frame:
     """One message buffer: header and typed views of its sections."""
 
@@ -86,13 +92,13 @@ class Frame:
         self._spans: dict[int, memoryview] = {}
 
     @cached_property
-    def _header(self) -> Tensor:
+    def header(self) -> Tensor:
         return self.buffer[:HEADER_BYTES].view(torch.int64)
 
     @cached_property
-    def _header_on_cpu(self) -> "np.ndarray | None":
+    def header_on_cpu(self) -> "np.ndarray | None":
         """Plain memory: a header is read and written in a microsecond instead of ten."""
-        return self._header.numpy() if self.buffer.device.type == "cpu" else None
+        return self.header.numpy() if self.buffer.device.type == "cpu" else None
 
     @cached_property
     def memory(self) -> memoryview:
@@ -109,32 +115,25 @@ class Frame:
         return kept
 
     def write_header(self, at: Round, rows: int) -> None:
-        values = (MAGIC, *at, rows, 0)
-        if self._header_on_cpu is not None:
-            self._header_on_cpu[:] = values
-        else:
-            self._header.copy_(torch.tensor(values))
+        """Host memory only; see `write_headers`."""
+        assert self.header_on_cpu is not None
+        self.header_on_cpu[:] = (MAGIC, *at, rows, 0)
 
-    def read_header(self) -> tuple[int, Round, int]:
-        """(magic, round, rows). On a GPU this waits for the message."""
-        header = self._header_on_cpu if self._header_on_cpu is not None else self._header
-        magic, epoch, step, layer, micro, chunk, rows, _ = header.tolist()
-        return magic, Round(epoch, step, layer, micro, chunk), rows
+    def read_header(self) -> list[int]:
+        """Host memory only; see `read_headers`."""
+        assert self.header_on_cpu is not None
+        words: list[int] = self.header_on_cpu.tolist()
+        return words
 
-    def mismatch(self, at: Round) -> str | None:
-        """Why this is not the message of `at`; None when it is."""
-        magic, got, rows = self.read_header()
-        if magic != MAGIC:
-            return f"not an exchange message (magic {magic:#x})"
-        if got != at:
-            return f"header mismatch: expected {_words(at)}, got {_words(got)}"
-        if not 0 <= rows <= self.max_rows:
-            return f"header mismatch: {rows} rows do not fit {self.max_rows}"
+    def mismatch(self, header: "Header", at: Round) -> str | None:
+        """Why this, read here, is not the message of `at`; None when it is."""
+        if header.magic != MAGIC:
+            return f"not an exchange message (magic {header.magic:#x})"
+        if header.at != at:
+            return f"header mismatch: expected {_words(at)}, got {_words(header.at)}"
+        if not 0 <= header.rows <= self.max_rows:
+            return f"header mismatch: {header.rows} rows do not fit {self.max_rows}"
         return None
-
-    @property
-    def rows(self) -> int:
-        return self.read_header()[2]
 
     def prefix(self, rows: int) -> Tensor:
         """The bytes that travel for that many rows."""
@@ -162,6 +161,27 @@ class Frame:
             made.append(part.view(rows, section.width))
             at += aligned(size)
         return tuple(made)
+
+
+def write_headers(frames: list[Frame], at: Round, rows: list[int]) -> None:
+    """rows: of each frame. To a device they travel together."""
+    if frames[0].header_on_cpu is not None:
+        for frame, count in zip(frames, rows, strict=True):
+            frame.write_header(at, count)
+        return
+    words = torch.tensor([(MAGIC, *at, count, 0) for count in rows])
+    for frame, header in zip(frames, words.to(frames[0].buffer.device), strict=True):
+        frame.header.copy_(header)
+
+
+def read_headers(frames: list[Frame]) -> list[Header]:
+    """On a device this waits for the messages, once for all."""
+    words: list[list[int]]
+    if frames[0].header_on_cpu is not None:
+        words = [frame.read_header() for frame in frames]
+    else:
+        words = torch.stack([frame.header for frame in frames]).tolist()
+    return [Header(magic, Round(*at), rows) for magic, *at, rows, _ in words]
 
 
 def aligned(size: int) -> int:

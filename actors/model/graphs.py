@@ -162,8 +162,7 @@ class Recorded:
         padding = Batch(torch.empty(0, dtype=torch.int64), [], torch.arange(rows))
         # Nothing but padding: what is run to warm up reads and writes nobody's state.
         words = padding.words(rows, rows, bucket.pages, state.spare_row)
-        (sent,) = model.uploads.send(words.flat)
-        self.words = sent.clone()
+        (self.words,) = model.uploads.keep(words.flat)
         self.routed_BD = torch.zeros(
             rows, model.config.latent_size, dtype=torch.float32, device=model.device
         )

@@ -1,5 +1,6 @@
 """Small arrays from the host to the device that computes, many in one copy, nobody waiting."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +23,12 @@ class Uploads(Protocol):
     def send(self, *arrays: np.ndarray) -> list[Tensor]:
         """The arrays as tensors on the device, same dtypes and shapes.
 
-        What is to outlive KEPT more calls must be copied.
+        They may be written over after KEPT more calls.
         """
+        ...
+
+    def keep(self, *arrays: np.ndarray) -> list[Tensor]:
+        """The same in memory of their own."""
         ...
 
 
@@ -32,6 +37,8 @@ class HostUploads:
 
     def send(self, *arrays: np.ndarray) -> list[Tensor]:
         return [torch.from_numpy(array) for array in arrays]
+
+    keep = send
 
 
 class Lanes(Protocol):
@@ -71,20 +78,21 @@ class PinnedUploads:
         self._before: Any = None
 
     def send(self, *arrays: np.ndarray) -> list[Tensor]:
-        ends = np.cumsum([_aligned(array.nbytes) for array in arrays]).tolist()
-        slot = self._slot(ends[-1])
+        return _cut(self._sent(arrays), arrays)
+
+    def keep(self, *arrays: np.ndarray) -> list[Tensor]:
+        return _cut(self._sent(arrays).clone(), arrays)
+
+    def _sent(self, arrays: Sequence[np.ndarray]) -> Tensor:
+        size = sum(_aligned(array.nbytes) for array in arrays)
+        slot, at = self._slot(size), 0
         host = slot.host.numpy()
-        starts = [0, *ends[:-1]]
-        for start, array in zip(starts, arrays, strict=True):
-            flat = np.ascontiguousarray(array).reshape(-1)
-            host[start : start + array.nbytes] = flat.view(np.uint8)
-        size = ends[-1]
+        for array in arrays:
+            host[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            at += _aligned(array.nbytes)
         before, self._before = self._before, self._lanes.mark()
         slot.copied = self._lanes.copy(slot.device[:size], slot.host[:size], before)
-        return [
-            slot.device[start : start + array.nbytes].view(DTYPES[array.dtype]).view(array.shape)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
+        return slot.device[:size]
 
     def _slot(self, size: int) -> "_Slot":
         at = self._calls % len(self._ring)
@@ -139,6 +147,15 @@ class CudaLanes:
 
 def uploads_for(device: torch.device) -> Uploads:
     return PinnedUploads(CudaLanes(device)) if device.type == "cuda" else HostUploads()
+
+
+def _cut(whole: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    parts, at = [], 0
+    for array in arrays:
+        part = whole[at : at + array.nbytes].view(DTYPES[array.dtype])
+        parts.append(part.view(array.shape))
+        at += _aligned(array.nbytes)
+    return parts
 
 
 def _aligned(size: int) -> int:

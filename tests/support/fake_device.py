@@ -84,3 +84,5 @@ class MetaUploads:
     def send(self, *arrays: np.ndarray) -> list[Tensor]:
         self.sent.append(sum(array.nbytes for array in arrays))
         return [torch.empty(a.shape, dtype=DTYPES[a.dtype], device=META) for a in arrays]
+
+    keep = send
