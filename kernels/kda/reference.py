@@ -121,8 +121,9 @@ def kda_decode(
     state: Tensor,
     slots_B: Tensor,
 ) -> Tensor:
-    """One token per row: a prefill of length one for every slot."""
-    spans = [KdaSpan(slot, row, row + 1, 0) for row, slot in enumerate(slots_B.tolist())]
+    """One token per row: a prefill of length one for every slot. Slot -1: a zero row, no state."""
+    slots = slots_B.tolist()
+    spans = [KdaSpan(slot, row, row + 1, 0) for row, slot in enumerate(slots) if slot >= 0]
     return kda_prefill(
         qkv_BC,
         z_BHD,

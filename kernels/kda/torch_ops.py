@@ -80,11 +80,29 @@ def kda_decode(
 ) -> Tensor:
     """One token per row; slots must be distinct. Returns float32 [B, H, D].
 
+    A row of slot -1 (padding) touches no state and gives zero.
     Fastest when the rows come in runs of consecutive slots (their state is then never copied) and
     when `conv_weight_CW` is the transpose of a contiguous [W, C].
     """
     rows, heads, dim = z_BHD.shape
     slots = slots_B.tolist()
+    if min(slots, default=0) < 0:
+        live_B = slots_B >= 0
+        out_BHD = z_BHD.new_zeros(rows, heads, dim, dtype=torch.float32)
+        if live_B.any():
+            out_BHD[live_B] = kda_decode(
+                qkv_BC[live_B],
+                z_BHD[live_B],
+                beta_BH[live_B],
+                conv_weight_CW,
+                A_log_H,
+                dt_bias_HD,
+                lower_bound,
+                conv_state,
+                state,
+                slots_B[live_B],
+            )
+        return out_BHD
     row_bytes = 4 * heads * dim * dim
     runs = _runs(slots, max(1, STEP_BYTES // row_bytes))
     y_BC = _decode_conv(qkv_BC, conv_weight_CW, conv_state, slots_B, slots)

@@ -196,6 +196,19 @@ def test_decode(
     assert bool(conv[idle].isnan().all()) and bool(state[idle].isnan().all())
 
 
+@pytest.mark.parametrize("slots", [[2, -1, 0, -1, -1], [-1, 1], [-1]])
+def test_decode_of_padded_rows(slots: list[int]) -> None:
+    """Slot -1: a zero row, whatever its inputs, and no state is touched."""
+    case = make_case(len(slots), 2, 16, 3, -5.0)
+    padded = torch.tensor(slots) < 0
+    expected = case.decode(reference, torch.arange(len(slots)), torch.tensor(slots))
+    for x in (case.qkv, case.z, case.beta):
+        x[padded] = float("nan")
+    got = case.decode(torch_ops, torch.arange(len(slots)), torch.tensor(slots))
+    assert bool((got[0][padded] == 0).all())
+    assert_all_close(got, expected)
+
+
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("heads", "dim"), [(4, 32), (2, 64), (3, 12), (4, 96)])
 def test_decode_rows_do_not_depend_on_companions(gate: str, heads: int, dim: int) -> None:

@@ -87,13 +87,12 @@ def test_decode_of_padded_rows() -> None:
     """Slot -1: a zero row, whatever its inputs, and no state is touched."""
     case = make_case(5, 2, 16, 3, -5.0)
     slots = torch.tensor([2, -1, 0, -1, -1])
-    rows = slots >= 0
-    expected = case.decode(reference, torch.arange(5)[rows], slots[rows])
+    expected = case.decode(reference, torch.arange(5), slots)
     for x in (case.qkv, case.z, case.beta):
-        x[~rows] = float("nan")
+        x[slots < 0] = float("nan")
     out, conv, state = decode(fence(case), slots)
-    assert bool((out[~rows] == 0).all())
-    assert_all_close((out[rows], conv, state), expected)
+    assert bool((out[slots < 0] == 0).all())
+    assert_all_close((out, conv, state), expected)
 
 
 def test_decode_rows_do_not_depend_on_companions() -> None:
@@ -206,15 +205,16 @@ def test_prefill_with_identical_keys() -> None:
 
 
 def test_prefill_then_decode_equals_prefill() -> None:
+    """In pools whose slots lie apart."""
     case = make_case(24, 1, 16, 3, -5.0)
     whole = case.prefill(triton_ops, [(2, 0, 24, 0)])
-    head = Case(case.qkv[:21], case.z[:21], case.beta[:21], case.weights, case.conv, case.state)
-    out, case.conv, case.state = head.prefill(triton_ops, [(2, 0, 21, 0)])
-    outs = [out]
+    pools = spread(case.conv), spread(case.state)
+    head = (x[:21] for x in (case.qkv, case.z, case.beta))
+    outs = [triton_ops.kda_prefill(*head, *case.weights, *pools, [(2, 0, 21, 0)])]
     for t in range(21, 24):
-        out, case.conv, case.state = case.decode(triton_ops, torch.tensor([t]), torch.tensor([2]))
-        outs.append(out)
-    assert_all_close((torch.cat(outs), case.conv, case.state), whole)
+        row = (x[t : t + 1] for x in (case.qkv, case.z, case.beta))
+        outs.append(triton_ops.kda_decode(*row, *case.weights, *pools, torch.tensor([2])))
+    assert_all_close((torch.cat(outs), *pools), whole)
 
 
 def test_bf16_activations() -> None:
