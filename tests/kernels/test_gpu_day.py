@@ -5,16 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton.testing
 
 from expertmesh.kernels.registry import OPERATORS
-from tests.bench.gpu import stand_ins
+from tests.bench.gpu import stand_ins, timers
 from tests.bench.gpu.claims import Claim, floating, none_above
 from tests.bench.gpu.plan import Clock, Section
 from tests.bench.gpu.pool import Pool
+from tests.bench.gpu.report import table
 from tests.support.gpu_items import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +57,53 @@ def test_every_triton_operator_is_held_against_float64_and_timed(
         for found in sections[name]["results"].values()
     )
     assert day[1]["without_odd_sizes"] == []
+
+
+def test_times_are_microseconds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    replays = SimpleNamespace(replay=lambda: called.append("all"))
+
+    def bench(call: Any, quantiles: list[float], **_: float) -> list[float]:
+        for _ in range(3):
+            call()
+        assert quantiles == [0.2, 0.5, 0.8]
+        return [0.001, 0.002, 0.004]
+
+    monkeypatch.setattr(triton.testing, "do_bench", bench)
+    monkeypatch.setattr(timers, "captured", lambda calls: (replays, []))
+    calls = [lambda: called.append("a"), lambda: called.append("b")]
+    timer = timers.EventTimer()
+    assert timer.calls_us(calls) == {"median_us": 2.0, "p20_us": 1.0, "p80_us": 4.0}
+    assert called == ["a", "b", "a"], "buffers in turn"
+    assert timer.graph_us(calls)["median_us"] == 1.0 and called[3:] == ["all"] * 3
+
+
+def test_the_table_rates_what_was_measured_and_names_what_was_not() -> None:
+    kernel = {"operator": "glu", "phase": "decode", "bytes": 2_000_000, "flops": 8, "unit": "fp32"}
+    kernel |= {"floor_us": 0.5, "bound": "memory", "call": {"median_us": 9.0}}
+    sections = {
+        "ceilings": {"copy": {"bytes_per_s": 4e12}},
+        "timing": {"glu/decode/x": kernel | {"graph": {"median_us": 1.0}}},
+        "baselines": {"glu/decode/x": {"call": {"median_us": 3.0}}},
+        "peers": {"theirs": {"ours": "glu/decode", "call": {"median_us": 2.0}}},
+        "correctness: odd": {},
+    }
+    results = {
+        "dry_run": False,
+        "sections": {
+            name: {"results": found, "failed": {}, "skipped": []}
+            for name, found in sections.items()
+        },
+    }
+    results["sections"]["correctness: odd"] |= {  # type: ignore[index]
+        "failed": {"odd: glu": "Traceback\nValueError: a wrong number"},
+        "skipped": ["odd: route", "odd: sample"],
+    }
+    printed = table(results)
+    row = next(line.split() for line in printed.splitlines() if line.startswith("glu/decode/x"))
+    assert row[1:] == ["1.0", "9.0", "0.5", "2.00", "50%", "of", "copy", "3.00x", "2.00x", "theirs"]
+    assert "FAILED correctness: odd: odd: glu: ValueError: a wrong number" in printed
+    assert "skipped for time, correctness: odd: odd: route; odd: sample" in printed
 
 
 def test_bounds_can_be_broken() -> None:
