@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from expertmesh.kernels.kda import reference, triton_ops
+from expertmesh.kernels.kda.triton_common import log_decay
+from expertmesh.kernels.launch import launch
 from tests.kernels.checks import assert_close
 from tests.kernels.test_kda import (
     GATES,
@@ -72,10 +76,31 @@ def test_decode(rows: int, heads: int, dim: int, width: int, gate: str) -> None:
     assert bool(conv[idle].isnan().all()) and bool(state[idle].isnan().all())
 
 
-@pytest.mark.parametrize("steep", [-1e4, -30.0, 30.0, 1e4])
+@triton.jit
+def gate_kernel(x, out, rate, lower_bound, BOUNDED: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, log_decay(tl.load(x + at), rate, lower_bound, BOUNDED))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gate(gate: str) -> None:
+    """To the last bits over its whole range: nothing overflows, and no small log-decay is lost."""
+    x = torch.cat((torch.linspace(-80, 80, 500), torch.tensor([-3e38, -1e4, -0.0, 0, 1e4, 3e37])))
+    x = torch.cat((x, torch.linspace(-17.5, -15.5, 6)))  # where log(1 + e) alone has one bit left
+    out, rate, bound = torch.empty(512), 0.5, GATES[gate]  # 0.5 x rounds nothing
+    launch(gate_kernel, (1,), x, out, rate, bound or 0.0, BOUNDED=bound is not None, BLOCK=512)
+    expected = reference.kda_gate(
+        x.double().view(512, 1, 1), torch.tensor([rate]).log().double(), torch.zeros(1, 1), bound
+    ).flatten()
+    assert out.isfinite().all() and (out <= 0).all()
+    small = expected.abs() < 1e-36  # below: subnormal
+    torch.testing.assert_close(out[~small].double(), expected[~small], rtol=2e-6, atol=0.0)
+    assert (out[small].abs() < 2e-36).all()
+
+
+@pytest.mark.parametrize("steep", [-1e4, 1e4])
 @pytest.mark.parametrize("gate", GATES)
 def test_decode_with_gates_at_their_ends(gate: str, steep: float) -> None:
-    """No overflow, and a decay of almost nothing is not lost: softplus(-30) is 9e-14."""
     case = make_case(2, 1, 16, 2, GATES[gate])
     case.z.fill_(steep)
     slots = torch.tensor([1, 0])
