@@ -126,7 +126,7 @@ def gate_up_kernel(
     LINEAR_BETA: tl.constexpr,
 ):
     """hidden[r] = glu(W1 z_t, W3 z_t) for the rows r of one block, token t = order[r] // top_k."""
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     slot = tl.load(listed + block)
     if slot < 0:
         return
@@ -140,7 +140,7 @@ def gate_up_kernel(
 
     r = first + tl.arange(0, ROWS)
     token = tl.load(order + tl.minimum(r, end - 1)) // top_k
-    n = tl.program_id(1) * N + tl.arange(0, N)
+    n = tl.program_id(0) * N + tl.arange(0, N)
     row = tl.minimum(n, INNER - 1)[:, None].to(tl.int64)
     b_gate = tl.zeros([ROWS, N], dtype=tl.float32)
     b_up = tl.zeros([ROWS, N], dtype=tl.float32)
@@ -174,7 +174,7 @@ def down_kernel(
     PRECISION: tl.constexpr,
 ):
     """y[r] = W2 hidden[r] for the rows r of one block."""
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     slot = tl.load(listed + block)
     if slot < 0:
         return
@@ -187,7 +187,7 @@ def down_kernel(
 
     r = first + tl.arange(0, ROWS)
     source = tl.minimum(r, end - 1)
-    n = tl.program_id(1) * N + tl.arange(0, N)
+    n = tl.program_id(0) * N + tl.arange(0, N)
     row = tl.minimum(n, WIDTH - 1)[:, None].to(tl.int64)
     b_y = tl.zeros([ROWS, N], dtype=tl.float32)
     for begin in range(0, INNER, DEPTH):
@@ -211,9 +211,9 @@ class Tiles:
 
 
 def block_rows(tokens: int, top_k: int, table: ExpertTable, dtype: torch.dtype) -> int:
-    """Rows per block: about what an expert gets. Rows arrive because they have an expert here, so
-    one each at least; where all experts are here they have all their choices."""
-    expected = max(tokens * top_k // table.slots_E.shape[0], tokens // max(1, table.held))
+    """Rows per block: about what an expert gets, where between the two ways rows come: all to every
+    process, or only those with an expert there, four times as many an expert in K3."""
+    expected = 2 * tokens * top_k // table.slots_E.shape[0]
     most = 64 if dtype == torch.float32 or target().startswith("gfx") else 128
     return min(most, max(16, power_of_two(expected)))
 
@@ -281,7 +281,11 @@ def _grouped(
     rows: int,
     form: int,
 ) -> None:
-    """Both products of the experts stored in `form`."""
+    """Both products of the experts stored in `form`.
+
+    The blocks that have rows begin first: programs of one block share its rows in the cache, and
+    those without rows, for which the static bound makes room, end at once behind the others.
+    """
     width, inner, listed = z_TD.shape[1], table.inner, placement.listed
     tile = tiles(rows, form, z_TD.dtype)
     packed_bf16 = form == MXFP4 and z_TD.dtype == torch.bfloat16
@@ -299,7 +303,7 @@ def _grouped(
     }
     launch(
         gate_up_kernel,
-        (placement.blocks, blocks(inner, tile.n)),
+        (blocks(inner, tile.n), placement.blocks),
         z_TD,
         placement.order,
         listed,
@@ -313,7 +317,7 @@ def _grouped(
     )
     launch(
         down_kernel,
-        (placement.blocks, blocks(width, tile.n)),
+        (blocks(width, tile.n), placement.blocks),
         hidden_RI,
         listed,
         table.rows,

@@ -123,7 +123,7 @@ class Layer:
 def draw(
     tokens: int, width: int, top_k: int, among: list[int], local: float, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z, ids with -1 where an expert is elsewhere, weights with NaN there."""
+    """z, ids with -1 where an expert is elsewhere, weights with NaN there, as rows without any."""
     generator = torch.Generator().manual_seed(seed)
     picks = torch.rand(tokens, len(among), generator=generator).argsort(-1)[:, :top_k]
     ids = torch.tensor(among, dtype=torch.int64)[picks]
@@ -131,7 +131,8 @@ def draw(
     if local < 1.0:
         ids[1:2] = -1
     weights = randn(tokens, top_k, seed=seed + 1).masked_fill(ids < 0, float("nan"))
-    return randn(tokens, width, seed=seed + 2), ids, weights
+    z = randn(tokens, width, seed=seed + 2)
+    return z.masked_fill((ids < 0).all(-1, keepdim=True), float("nan")), ids, weights
 
 
 HELD = {
@@ -234,7 +235,7 @@ def test_an_expert_that_is_not_held_gives_nan_and_spoils_no_other_row() -> None:
 @pytest.mark.parametrize("tokens", [0, 3])
 @pytest.mark.parametrize("held", [{}, {4: "bf16"}], ids=["none held", "one held"])
 def test_rows_without_an_expert(tokens: int, held: dict[int, str]) -> None:
-    z, ids = randn(tokens, 32), torch.full((tokens, 2), -1)
+    z, ids = torch.full((tokens, 32), float("nan")), torch.full((tokens, 2), -1)
     weights = torch.full((tokens, 2), float("nan"))
     got = triton_ops.experts_partial_sum(z, ids, weights, Layer(held, 32, 32), SITU)
     assert torch.equal(got, torch.zeros(tokens, 32))
@@ -279,6 +280,7 @@ def test_block_sizes_follow_the_rows_of_an_expert() -> None:
 
     bf16, f32 = torch.bfloat16, torch.float32
     assert block_rows(64, 16, table(15), bf16) == 16  # an expert actor decodes
+    assert block_rows(512, 16, table(15), bf16) == 32
     assert block_rows(4096, 16, table(15), bf16) == 128
     assert block_rows(4096, 16, table(15), f32) == 64
     assert block_rows(64, 16, table(896), bf16) == 16  # all experts in one process
