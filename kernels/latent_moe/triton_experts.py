@@ -1,7 +1,8 @@
 """The experts of a layer on a GPU: two grouped products over blocks of sorted rows.
 
-Weights are the tensor core's left operand: an expert has few rows while decoding, so the rows are
-the narrow side of the product, and unpacked weights go from registers into it.
+Rows are the left operand, so rows and weights are both loaded as they lie. Where the weights are
+packed the compiler turns the product around itself: unpacked numbers go from registers into the
+tensor cores. (Written that way round it would no longer load the rows ahead.)
 """
 
 from dataclasses import dataclass
