@@ -190,7 +190,8 @@ class ExpertBank:
 
     def weights(self, layer: int, expert: int) -> tuple[Tensor, Tensor]:
         """Decoded (w13 [2I, D], w2 [D, I]) of one expert. Raises ExpertNotHeld."""
-        return self.decoded(layer, expert).dense()
+        w13, w2 = self.decoded(layer, expert).dense()
+        return w13.to(self._dtype), w2.to(self._dtype)
 
     def decoded(self, layer: int, expert: int) -> Decoded:
         """One expert as the GEMM reads it. Raises ExpertNotHeld."""

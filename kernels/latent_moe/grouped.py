@@ -45,7 +45,7 @@ def _multiply(groups: Sequence[tuple[Tensor, Tensor | HalfMatrix, Tensor]]) -> N
         if isinstance(weight_NK, HalfMatrix):
             weight_NK.into(x_RK, out_RN)
         else:
-            torch.mm(x_RK, weight_NK.t(), out=out_RN)
+            torch.mm(x_RK, weight_NK.t().to(x_RK.dtype), out=out_RN)
 
 
 def _aside(groups: Sequence[tuple[Tensor, Tensor | HalfMatrix, Tensor]], inference: bool) -> None:

@@ -90,7 +90,7 @@ def experts_partial_sum(
     kinds = {isinstance(matrix, Tensor) for pair in matrices for matrix in pair}
     sizes = np.maximum(counts, MIN_ROWS) if True in kinds else counts
     if False in kinds:
-        sizes = full_row_counts(sizes)
+        sizes, z_TD = full_row_counts(sizes), z_TD.float()
     ends = sizes.cumsum()
     rows = int(ends[-1])
     # place: row of the padded, expert-sorted buffer that serves the n-th sorted (token, k) pair.

@@ -24,7 +24,7 @@ PERIOD = 120
 
 
 class HalfMatrix:
-    """W [N, K]. Multiplies contiguous or strided float32 rows."""
+    """W [N, K]. Multiplies contiguous or strided rows, in float32; bfloat16 rows give such."""
 
     __slots__ = ("_packed", "_spread", "_unshift", "shape")
 
@@ -47,6 +47,8 @@ class HalfMatrix:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """x Wᵀ [T, N]; a row's bits do not depend on the others."""
+        if x_TK.dtype != torch.float32:
+            return self(x_TK.float()).to(x_TK.dtype)
         rows = x_TK.shape[0]
         missing = full_rows(rows) - rows
         if missing:
@@ -60,22 +62,25 @@ class HalfMatrix:
         return out_TN[:rows] if missing else out_TN
 
     def into(self, x_TK: Tensor, out_TN: Tensor) -> None:
-        """Writes x Wᵀ to a contiguous `out_TN`. The number of rows is one of `full_rows`."""
+        """Writes x Wᵀ to a contiguous `out_TN`, both float32. T is one of `full_rows`."""
         torch.fbgemm_linear_fp16_weight_fp32_activation(x_TK, self._packed, None, out_TN)
         if self._unshift is not None:
             out_TN.mul_(self._unshift)
 
     def dense(self) -> Tensor:
-        """W [N, K] as the product reads it, from its packed memory; zeros are positive."""
+        """W [N, K] as the product reads it, from its packed memory: float32, zeros positive."""
         return self(torch.eye(self.shape[1])).t()
 
 
 def to_half(weight_NK: Tensor, spread: bool = False) -> HalfMatrix | None:
     """None where the product is not to be had, or the weight is not exact in float16."""
-    if weight_NK.dtype != torch.float32 or weight_NK.device.type != "cpu" or not available():
+    if weight_NK.device.type != "cpu" or not weight_NK.numel() or not available():
         return None
-    if not weight_NK.numel():
+    if weight_NK.dtype not in (torch.float32, torch.bfloat16):
         return None
+    if weight_NK.dtype == torch.bfloat16 and native_bf16():
+        return None
+    weight_NK = weight_NK.float()
     peak = weight_NK.abs().max()
     if not torch.isfinite(peak):
         return None
@@ -87,6 +92,12 @@ def to_half(weight_NK: Tensor, spread: bool = False) -> HalfMatrix | None:
     shifted_NK = weight_NK * 2.0**shift
     exact = torch.equal(shifted_NK.half().float(), shifted_NK)
     return HalfMatrix(shifted_NK, shift, spread) if exact else None
+
+
+def native_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16. Without, torch takes 38 ms for 2048 x 1024 and 4 rows,
+    two hundred times as long as in float16 weights."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def available() -> bool:

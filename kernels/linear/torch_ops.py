@@ -1,6 +1,6 @@
 """Linear with the weight laid out once, at load, the way its matmul reads it.
 
-On a CPU, float32 weights that float16 can hold are kept in it (half.py). For all others: at decode
+On a CPU, weights that float16 can hold are kept in it (half.py). For all others: at decode
 sizes (4 to 16 rows) the BLAS packs the weight anew on every call, which costs more than the
 product. Measured on 2048 x 1024 fp32, 4 rows: 0.78 ms as stored, 0.38 ms prepacked by oneDNN; on
 512 x 256: 0.10 against 0.06 ms with the transpose kept contiguous. oneDNN has a fixed cost of about
@@ -12,7 +12,7 @@ All give a row the same bits for any number of rows from 4 up.
 import torch
 from torch import Tensor
 
-from expertmesh.kernels.linear.half import to_half
+from expertmesh.kernels.linear.half import native_bf16, to_half
 
 PREPACK_ELEMENTS = 1 << 18
 # A matmul with 1 row, or with 2 or 3, uses other CPU kernels than one with 4 or more, and their
@@ -65,4 +65,5 @@ def _worth_prepacking(weight_NK: Tensor) -> bool:
         weight_NK.device.type == "cpu"
         and weight_NK.numel() >= PREPACK_ELEMENTS
         and torch.backends.mkldnn.is_available()
+        and (weight_NK.dtype != torch.bfloat16 or native_bf16())
     )

@@ -97,7 +97,6 @@ def test_padded_rows_are_few() -> None:
         torch.tensor([[1.0, float("nan")]]),
         torch.ones(0, 4),
         torch.ones(4, 4, dtype=torch.float64),
-        torch.ones(4, 4, dtype=torch.bfloat16),
         torch.ones(4, 4, device="meta"),
     ],
 )
@@ -116,3 +115,16 @@ def test_without_the_product_everything_is_as_stored(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
         half._table.cache_clear()
     assert half.available()
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_bf16_products_on_a_cpu_that_has_them_and_on_one_that_has_not(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(half, "native_bf16", lambda: native)
+    weight, x = (randn(96, 64) / 8).bfloat16(), randn(9, 64, seed=1).bfloat16()
+    assert (to_half(weight) is None) == native
+    got = torch_ops.pack_linear(weight)(x)
+    assert got.dtype == torch.bfloat16
+    exact = x.double() @ weight.double().t()
+    torch.testing.assert_close(got.double(), exact, rtol=2.0**-8, atol=1e-5)
