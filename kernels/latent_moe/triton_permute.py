@@ -15,7 +15,6 @@ from torch import Tensor
 from expertmesh.kernels.latent_moe.tables import ExpertTable
 from expertmesh.kernels.launch import blocks, launch, power_of_two
 
-ELSEWHERE, NOT_HELD = -1, -2  # positions of pairs that no product computes
 _LONGEST = 4096
 
 
@@ -85,8 +84,8 @@ def place_kernel(
 @dataclass(frozen=True, slots=True)
 class Placement:
     """order: int32 [rows], the pair (token * K + choice) of a row, rows sorted by expert.
-    position: int32 [T, K], the row of a pair, or ELSEWHERE or NOT_HELD. listed: int32 [3, blocks]:
-    slot (-1: an empty block), first row, and the end of that expert's rows. rows: how many there
+    position: int32 [T, K], the row of a pair, -1 for no expert, -2 for one that is not held.
+    listed: int32 [3, blocks]: slot (-1: an empty block), first row, the end of that expert's rows. rows: how many there
     are at most.
     """
 
