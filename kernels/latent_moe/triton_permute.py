@@ -85,8 +85,8 @@ def place_kernel(
 class Placement:
     """order: int32 [rows], the pair (token * K + choice) of a row, rows sorted by expert.
     position: int32 [T, K], the row of a pair, -1 for no expert, -2 for one that is not held.
-    listed: int32 [3, blocks]: slot (-1: an empty block), first row, the end of that expert's rows. rows: how many there
-    are at most.
+    listed: int32 [3, blocks]: slot (-1: an empty block), first row, the end of that expert's rows.
+    rows: how many there are at most.
     """
 
     order: Tensor
