@@ -19,6 +19,8 @@ from expertmesh.kernels.gates import TARGETS
 from expertmesh.kernels.launch import interpreted
 from expertmesh.kernels.registry import OPERATORS
 
+FILE_WIDTH = 120
+
 
 def run_floors(operators: list[str], as_json: bool) -> None:
     """Raises Refused, or Exit with FAILED when an operator failed on the GPU."""
@@ -54,8 +56,11 @@ def run_aot(operators: list[str], targets: list[str], as_json: bool) -> None:
         records = [aot.as_record(one) for one in compiled]
         print(msgspec.json.encode({"bench": "kernels --aot", "compiled": records}).decode())
         raise typer.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
-    console = Console(highlight=False)
-    table = Table(*aot.COLUMNS, title="kernels compiled at K3's shapes", box=SIMPLE)
+    console = _console()
+    table = Table(
+        *aot.COLUMNS, title="kernels compiled at K3's shapes", box=SIMPLE, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
     for at, column in enumerate(table.columns):
         column.no_wrap = True
         column.justify = "right" if at > 1 else "left"
@@ -77,6 +82,12 @@ def run_aot(operators: list[str], targets: list[str], as_json: bool) -> None:
     raise typer.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
 
 
+def _console() -> Console:
+    console = Console(highlight=False)
+    # A file or a pipe has no width, and rich would take 80 columns.
+    return console if console.is_terminal else Console(highlight=False, width=FILE_WIDTH)
+
+
 def _check_names(given: Sequence[str], known: Sequence[str] | dict[str, Any], kind: str) -> None:
     for name in given:
         if name not in known:
@@ -84,12 +95,12 @@ def _check_names(given: Sequence[str], known: Sequence[str] | dict[str, Any], ki
 
 
 def _print_floors(found: list[Floor], gpu: str | None) -> None:
-    console = Console(highlight=False)
+    console = _console()
     table = Table(
         "operator", "case", "moves", "computes", "H200 floor", "bound by",
         title="kernels at K3's shapes", box=SIMPLE, pad_edge=False, collapse_padding=True,
     )  # fmt: skip
-    table.columns[1].min_width = 16
+    table.columns[1].min_width = 12
     if gpu is not None:
         for name in ("by", "measured", "ratio"):
             table.add_column(name)
