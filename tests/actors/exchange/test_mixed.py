@@ -22,7 +22,7 @@ from expertmesh.actors.exchange.replicas import ReplicaChoice
 from expertmesh.actors.exchange.roster import Roster, holders
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.exchange.whole import WholeAttention, WholeExpert
-from expertmesh.actors.exchange.wire import Frame
+from expertmesh.actors.exchange.wire import Frame, Round, read_headers, write_headers
 from expertmesh.kernels.latent_moe.tables import expert_table
 from expertmesh.kernels.latent_moe.triton_ops import experts_partial_sum
 from expertmesh.kernels.latent_moe.types import Glu
@@ -150,6 +150,21 @@ def test_a_wrong_count_is_never_received(
         mesh.join()
     found = [error for error in mesh.server_errors if "mis" in str(error) or "magic" in str(error)]
     assert [(error.rank, error.phase) for error in found] == [(0, "dispatch")]  # type: ignore[union-attr]
+
+
+def test_headers_on_a_device_travel_together() -> None:
+    frames = [Frame((), 9, torch.device("cpu")) for _ in range(3)]
+    at = Round(3, 1, 2, 0, 4)
+    write_headers(frames, at, [5, 0, 7])
+    host = [frame.buffer.clone() for frame in frames]
+    for frame in frames:
+        frame.buffer.zero_()
+        frame.__dict__["header_on_cpu"] = None  # as of memory that the host cannot reach
+    write_headers(frames, at, [5, 0, 7])
+    assert all(torch.equal(frame.buffer, kept) for frame, kept in zip(frames, host, strict=True))
+    assert [(header.at, header.rows) for header in read_headers(frames)] == [
+        (at, 5), (at, 0), (at, 7)
+    ]  # fmt: skip
 
 
 def test_the_device_chooses_copies_as_the_host_does() -> None:

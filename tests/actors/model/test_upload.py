@@ -95,6 +95,16 @@ def test_what_was_sent_is_what_is_read(hasty: bool, lag: int) -> None:
         assert lanes.waits == 0, "the host never waits for a copy that could have been made"
 
 
+def test_what_is_kept_outlives_all_calls() -> None:
+    lanes = Unlucky(True)
+    uploads = PinnedUploads(lanes)
+    kept = uploads.keep(*arrays(3))
+    for call in range(20):
+        uploads.send(*arrays(call))
+    for tensor, array in zip(kept, arrays(3), strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array))
+
+
 def test_large_arrays_get_memory_of_their_own() -> None:
     lanes = Unlucky(True)
     uploads = PinnedUploads(lanes)
