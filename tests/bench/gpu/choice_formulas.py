@@ -32,7 +32,7 @@ def route(args: Args, result: tuple[Tensor, Tensor], _: Args) -> list[Claim]:
     ordered = ids.sort(-1).values
     return [
         none_above("chosen twice", (ordered[:, 1:] == ordered[:, :-1]).double(), 0.0),
-        none_above("short of the best", best - biased.gather(1, ids), 5e-7),
+        none_above("short of the best", best - biased.gather(1, ids), 1e-6),
         floating("weights", weights, exact * scaling, l2=5e-6),
     ]
 

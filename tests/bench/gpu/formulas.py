@@ -85,7 +85,7 @@ def fp8_encode(args: Args, result: tuple[Tensor, Tensor], _: Args) -> list[Claim
     step = torch.exp2(torch.log2(quotient.abs().clamp(min=2.0**-6)).floor() - 3)
     off = (codes.view(torch.float8_e4m3fn).double() - quotient).abs() / step
     return [
-        floating("scale", scale, exact_scale, l2=1e-7, roundings=2),
+        floating("scale", scale, exact_scale, l2=3e-7, roundings=2),
         none_above("steps off", off, 0.5 + 1e-3),
     ]
 

@@ -5,12 +5,14 @@ import platform
 import subprocess
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.bench.gpu.timers import Timer
 
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("torch", "triton", "numpy", "fla-core", "einops")
 QUERY = (
     "name,driver_version,pstate,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,"
@@ -105,7 +107,7 @@ def _version(package: str) -> str | None:
 
 def _output(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"unknown: {error}"
     return done.stdout.strip() or f"unknown: {done.stderr.strip()}"

@@ -17,7 +17,9 @@ from tests.bench.gpu.plan import Clock, Outcome, Section
 Run = Callable[[str, str], Any]  # (section, item) -> result, JSON-able
 
 # A new process imports torch and opens the device before it is ready.
-START_SECONDS = 60.0
+START_SECONDS = 90.0
+# What a running item may take beyond the end of its section.
+GRACE_SECONDS = 15.0
 READY = "ready"
 # Key of a result: why no graph of a call could be recorded.
 NO_GRAPH = "no_graph"
@@ -70,7 +72,7 @@ class Pool:
                     waiting = []
                     break
                 worker = self._idle.pop() if self._idle else Worker(self._prepare)
-                worker.begin(section, waiting.pop(0), latest + section.patience / 2)
+                worker.begin(section, waiting.pop(0), latest + GRACE_SECONDS)
                 busy.append(worker)
             busy = self._collect(busy, outcome)
         outcome.seconds = round(time.monotonic() - begin, 2)

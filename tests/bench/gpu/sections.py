@@ -35,7 +35,7 @@ def sections(small: bool = False) -> list[Section]:
         Section("timing", names, 90, 40),
         Section("decode step", decode_step.ITEMS[: 1 if small else None], 70, 50),
         Section("baselines", names, 50, 20),
-        Section("peers", peers.items(), 60, 50),
+        Section("peers", peers.items(), 120, 100),
     ]
 
 
