@@ -260,6 +260,9 @@ def as_record(one: Compiled) -> dict[str, Any]:
             list(one.what.signature)[place[0]]: str(value)
             for place, value in one.what.constants.items()
         },
+        "pointers": {
+            name: kind for name, kind in one.what.signature.items() if str(kind).startswith("*")
+        },
         "grid": one.grid,
         "usage": None if one.usage is None else asdict(one.usage),
         "wrong": list(one.verdicts()),

@@ -43,7 +43,9 @@ def _mla_decode(rows: int, context: int) -> Case:
         q_rope = make.randn(rows, HEADS, HEAD_DIM + ROPE_DIM)[:, :, HEAD_DIM:]
         cache = make.randn(rows * pages * PAGE, LATENT_RANK + ROPE_DIM)
         table = make.of(list(range(rows * pages))).view(pages, rows).t().contiguous()
-        return q_latent, q_rope, cache, table, make.of([context] * rows), SCALE
+        # All indices of a step come in one array: the lengths' address is that of 8 bytes at least.
+        lengths = make.of([0] * 3 * rows + [context] * rows)[3 * rows :]
+        return q_latent, q_rope, cache, table, lengths, SCALE
 
     work = mla_decode_work([context] * rows, HEADS, LATENT_RANK, ROPE_DIM, 2)
     return Case("mla_decode", "decode", f"{rows} rows, {context} tokens", arguments, work)

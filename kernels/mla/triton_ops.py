@@ -44,7 +44,11 @@ def _split(index, SPLIT: tl.constexpr, EQUAL: tl.constexpr):
     return (place * SPLIT) << octave, ((place + 1) * SPLIT) << octave
 
 
-@triton.jit
+# One binary for every width of table and wherever the lengths lie in the array that brings them: a
+# new one would take ten seconds in the middle of serving.
+@triton.jit(
+    do_not_specialize=["splits", "table_stride"], do_not_specialize_on_alignment=["lengths"]
+)
 def mla_decode_kernel(
     q_latent, q_rope, cache, table, lengths, out, part, peak, total,
     latent_stride_b, latent_stride_h, rope_stride_b, rope_stride_h, table_stride, scale, splits,
@@ -130,7 +134,7 @@ def mla_decode_kernel(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths"])
 def mla_combine_kernel(
     part, peak, total, lengths, out, splits,
     HEADS: tl.constexpr, RANK: tl.constexpr,

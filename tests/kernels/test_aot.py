@@ -49,6 +49,19 @@ def test_every_kernel_passes_the_gates(compiled: list[dict[str, Any]], target: s
     assert served == TRITON - NO_LAUNCH, "launches nothing"
 
 
+@pytest.mark.timeout(MOST_SECONDS)
+def test_one_binary_serves_every_size(compiled: list[dict[str, Any]]) -> None:
+    """Of two that differ in nothing but a number or an address, the second would be compiled when
+    that number first comes up: in the middle of serving. Constants are in capitals."""
+    cases: dict[str, list[list[str]]] = {}
+    for one in compiled:
+        chosen = {name: value for name, value in one["constants"].items() if name[0].isupper()}
+        same = (one["kernel"], one["target"], one["warps"], one["stages"], one["pointers"], chosen)
+        cases.setdefault(json.dumps(same), []).append(one["cases"])
+    twice = [f"{same}: {found}" for same, found in cases.items() if len(found) > 1]
+    assert not twice, "\n".join(twice)
+
+
 def test_cases_cover_every_operator_and_have_floors() -> None:
     cases = all_cases()
     assert {case.operator for case in cases} >= TRITON - NO_LAUNCH
