@@ -27,7 +27,7 @@ test: install
 
 # Kernels alone: interpreted against their references, and compiled for GPUs that need not be here.
 test-kernels: install
-	$(BIN)/python -m pytest tests/kernels $(ARGS)
+	$(BIN)/python -m pytest tests/kernels tests/actors/model/test_triton_model.py $(ARGS)
 
 # Nightly: 200 seeded kills, stops and scalings under load; about half an hour on two cores.
 chaos: install
