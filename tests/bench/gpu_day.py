@@ -1,12 +1,14 @@
 """Everything to learn about the Triton kernels from eight minutes on one GPU.
 
-`python -m tests.bench.gpu_day --out FILE.json` in the repository's root, or this file as a script.
-Needs torch, Triton and numpy; neither an installed ExpertMesh nor any other of its packages.
-`--read FILE.json` prints the table of an earlier run.
+`python tests/bench/gpu_day.py --out FILE.json`, or `python -m tests.bench.gpu_day` in the
+repository's root where no installed package is called `tests`. Needs torch, Triton and numpy;
+neither an installed ExpertMesh nor any other of its packages. `--read FILE.json` prints the table
+of an earlier run.
 """
 
 import os
 import sys
+from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(_HERE))
@@ -17,6 +19,11 @@ sys.path[:] = [place for place in sys.path if os.path.abspath(place) != _HERE]
 for place in (_ROOT, os.path.join(_ROOT, ".src")):
     if place not in sys.path:
         sys.path.insert(0, place)
+
+# A folder without an __init__.py yields to any package of its name that happens to be installed.
+if "tests" not in sys.modules:
+    sys.modules["tests"] = ModuleType("tests")
+    sys.modules["tests"].__path__ = [os.path.join(_ROOT, "tests")]
 
 from tests.bench.gpu.main import main  # noqa: E402
 

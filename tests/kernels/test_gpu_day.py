@@ -25,11 +25,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def day(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """Run as a script from a foreign folder: nothing but the repository's tree is at hand."""
+    """Run as a script from a foreign folder, another package `tests` on the path."""
     folder = tmp_path_factory.mktemp("day")
+    (folder / "other/tests").mkdir(parents=True)
+    (folder / "other/tests/__init__.py").touch()
     command = [sys.executable, str(ROOT / "tests/bench/gpu_day.py"), "--dry-run", "--out", "r.json"]
-    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=plain, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(folder / "other")}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout, json.loads((folder / "r.json").read_text())
 
