@@ -6,6 +6,7 @@ bits, and it ends when one weight is left inside. All passes but the first read 
 GPU's cache. A greedy row takes one pass, one that draws without filters two.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +18,9 @@ from expertmesh.kernels.sampling.torch_ops import GREEDY_BELOW
 LOG2_E = 1.4426950408889634
 BLOCK = 4096  # ids at a time
 STAGES = 3  # blocks on their way at a time
+# The smallest float32 that is not below the bound: Triton makes a float32 of every literal, and that
+# of the bound itself is below it.
+LEAST_HEAT = float(np.nextafter(np.float32(GREEDY_BELOW), np.float32(1.0)))
 
 __all__ = ["sample"]
 
@@ -148,16 +152,16 @@ def _inverse_cdf(
 @triton.jit
 def sample_kernel(
     logits, temperature, top_k, top_p, min_p, uniform, out, stride,
-    VOCABULARY: tl.constexpr, GREEDY_BELOW: tl.constexpr, LOG2_E: tl.constexpr,
+    VOCABULARY: tl.constexpr, LEAST_HEAT: tl.constexpr, LOG2_E: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     heat = tl.load(temperature + row).to(tl.float32)
     key, chosen = _largest(logits, VOCABULARY, BLOCK, STAGES)
-    # Between the keys of -inf and +inf. The bound is compared as the host does, in float64.
+    # Between the keys of -inf and +inf.
     finite = (key > -0x7F800001) & (key < 0x7F800000)
-    if finite & (heat.to(tl.float64) >= GREEDY_BELOW):
+    if finite & (heat >= LEAST_HEAT):
         peak = _of_key(key).to(tl.float32, bitcast=True)
         rate = LOG2_E / heat
         edge = tl.full([], 0, tl.int32)
@@ -206,7 +210,7 @@ def sample(
         ids_B,
         logits_BV.stride(0),
         VOCABULARY=vocabulary,
-        GREEDY_BELOW=GREEDY_BELOW,
+        LEAST_HEAT=LEAST_HEAT,
         LOG2_E=LOG2_E,
         BLOCKS=power_of_two(blocks(vocabulary, block)),
         BLOCK=block,

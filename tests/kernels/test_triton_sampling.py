@@ -75,6 +75,16 @@ def test_rows_without_a_draw() -> None:
         assert got.tolist() == [0, 3, 2, 1, 0, 0, 3, 0]
 
 
+def test_the_coldest_row_that_draws_is_the_hosts() -> None:
+    """float32(1e-5) is below 1e-5, the next one is not."""
+    cold = torch.tensor(torch_ops.GREEDY_BELOW)
+    heat = torch.stack([cold, cold.nextafter(torch.tensor(1.0))])
+    _, *filters = settings(*[(0.0, -1, 1.0, 0.0, 0.9)] * 2)
+    logits = torch.zeros(2, 4)
+    got = triton_ops.sample(logits, heat, *filters)
+    assert got.tolist() == torch_ops.sample(logits, heat, *filters).tolist() == [0, 3]
+
+
 def test_filters_keep_what_they_should() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     off = (-1, 1.0, 0.0)
