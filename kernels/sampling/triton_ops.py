@@ -18,8 +18,8 @@ from expertmesh.kernels.sampling.torch_ops import GREEDY_BELOW
 LOG2_E = 1.4426950408889634
 BLOCK = 4096  # ids at a time
 STAGES = 3  # blocks on their way at a time
-# The smallest float32 that is not below the bound: Triton makes a float32 of every literal, and that
-# of the bound itself is below it.
+# The smallest float32 that is not below the bound. Triton would round the bound to float32, which
+# takes it down.
 LEAST_HEAT = float(np.nextafter(np.float32(GREEDY_BELOW), np.float32(1.0)))
 
 __all__ = ["sample"]
