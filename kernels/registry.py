@@ -123,8 +123,7 @@ def resolve(choice: str, device_type: str) -> dict[str, str]:
             if backend == "triton" and operator.without_triton:
                 backend = "torch"
             elif backend == "auto":
-                fast = device_type == "cuda" and not why_not(name, "triton", device_type)
-                backend = "triton" if fast else "torch"
+                backend = _auto(name, device_type)
         reason = why_not(name, backend, device_type)
         if reason:
             raise KernelsUnavailable(f"{backend} cannot serve {name}: {reason}")
@@ -185,13 +184,23 @@ class OperatorSupport:
 
 
 def operator_support(device_type: str = "cpu") -> list[OperatorSupport]:
-    """Every operator with every backend, those of one operator together."""
-    auto = resolve("auto", device_type)
+    """Every operator with every backend, those of one operator together. Raises nothing: what
+    "auto" takes may have a reason too."""
     return [
-        OperatorSupport(name, backend, why_not(name, backend, device_type), auto[name] == backend)
+        OperatorSupport(
+            name,
+            backend,
+            why_not(name, backend, device_type),
+            _auto(name, device_type) == backend,
+        )
         for name in OPERATORS
         for backend in reversed(BACKENDS)
     ]
+
+
+def _auto(name: str, device_type: str) -> str:
+    fast = device_type == "cuda" and not why_not(name, "triton", device_type)
+    return "triton" if fast else "torch"
 
 
 def _capability() -> tuple[int, int]:

@@ -126,3 +126,22 @@ def test_support_names_every_operator_with_a_reason_where_it_is_missing() -> Non
         assert found[name, "reference"].reason == found[name, "torch"].reason == ""
         assert found[name, "torch"].chosen
         assert (found[name, "triton"].reason == "") == (not operator.without_triton)
+
+
+def test_a_backend_that_cannot_be_imported_is_told_not_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = registry._module
+
+    def damaged(home: str, backend: str) -> object:
+        if (home, backend) == ("mla", "torch"):
+            raise ImportError("libgomp")
+        return whole(home, backend)
+
+    monkeypatch.setattr(registry, "_module", damaged)
+    found = {(one.name, one.backend): one for one in operator_support()}
+    broken = found["mla_decode", "torch"]
+    assert broken.chosen and broken.reason == "ImportError: libgomp"
+    assert found["rms_norm", "torch"].reason == ""
+    with pytest.raises(KernelsUnavailable, match="cannot serve mla_plan: ImportError: libgomp"):
+        load_kernels()
