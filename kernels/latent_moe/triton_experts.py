@@ -105,7 +105,7 @@ def _rows(x, row, begin, stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
     return tl.load(at) if WIDTH % DEPTH == 0 else tl.load(at, mask=column < WIDTH, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bound", "top_k"])
 def gate_up_kernel(
     z,
     order,
@@ -158,7 +158,7 @@ def gate_up_kernel(
     tl.store(hidden + r[:, None].to(tl.int64) * INNER + n[None, :], b_h, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bound"])
 def down_kernel(
     hidden,
     listed,

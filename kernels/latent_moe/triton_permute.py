@@ -27,7 +27,7 @@ def _slots_of(ids, slots, pair, pairs, experts):
     return tl.where(b_slot >= 0, b_slot, tl.where(b_id >= 0, -2, -1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "experts", "rows", "held", "bound"])
 def place_kernel(
     ids,
     slots,
@@ -36,6 +36,7 @@ def place_kernel(
     listed,
     pairs,
     experts,
+    rows,
     held,
     bound,
     ROWS: tl.constexpr,
@@ -44,7 +45,8 @@ def place_kernel(
     """Program `slot` finds its pairs and writes their places and its part of the block list.
 
     With `before` pairs in lower slots, its blocks begin at before // ROWS + slot: no expert needs
-    to know how many blocks the others fill, and what stays empty between them is marked so.
+    to know how many blocks the others fill, and what stays empty between them is marked so. A pair
+    that would lie behind `rows` gets no place.
     """
     slot = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -54,17 +56,17 @@ def place_kernel(
         b_slot = _slots_of(ids, slots, begin + lane, pairs, experts)
         lower += ((b_slot >= 0) & (b_slot < slot)).to(tl.int32)
         mine += (b_slot == slot).to(tl.int32)
-    before = tl.sum(lower, 0)
-    end = before + tl.sum(mine, 0)
+    row = tl.sum(lower, 0)
+    before = tl.minimum(row, rows)
+    end = tl.minimum(row + tl.sum(mine, 0), rows)
 
-    row = before
     for begin in range(0, pairs, BLOCK):
         pair = begin + lane
         b_slot = _slots_of(ids, slots, pair, pairs, experts)
         hit = b_slot == slot
         place = row + tl.cumsum(hit.to(tl.int32), 0) - 1
-        tl.store(order + place, pair, mask=hit)
-        tl.store(position + pair, place, mask=hit)
+        tl.store(order + place, pair, mask=hit & (place < rows))
+        tl.store(position + pair, tl.where(place < rows, place, -2), mask=hit)
         if slot == 0:
             tl.store(position + pair, b_slot, mask=(b_slot < 0) & (pair < pairs))
         row += tl.sum(hit.to(tl.int32), 0)
@@ -84,7 +86,8 @@ def place_kernel(
 @dataclass(frozen=True, slots=True)
 class Placement:
     """order: int32 [rows], the pair (token * K + choice) of a row, rows sorted by expert.
-    position: int32 [T, K], the row of a pair, -1 for no expert, -2 for one that is not held.
+    position: int32 [T, K], the row of a pair, -1 for no expert, -2 for one that is not held and
+    where there were more pairs than rows.
     listed: int32 [3, blocks]: slot (-1: an empty block), first row, the end of that expert's rows.
     rows: how many there are at most.
     """
@@ -102,7 +105,8 @@ class Placement:
 def place(ids_TK: Tensor, table: ExpertTable, block_rows: int) -> Placement:
     """Deals the rows of all pairs whose expert `table` holds into blocks of `block_rows`.
 
-    A token chooses an expert at most once, so at most min(K, held) of its pairs are rows.
+    A token chooses an expert at most once, so at most min(K, held) of its pairs are rows. Of ids
+    that break this some get no row; nothing is written outside.
     """
     tokens, top_k = ids_TK.shape
     rows = tokens * min(top_k, table.held)
@@ -122,6 +126,7 @@ def place(ids_TK: Tensor, table: ExpertTable, block_rows: int) -> Placement:
         made.listed,
         tokens * top_k,
         table.slots_E.shape[0],
+        rows,
         table.held,
         bound,
         ROWS=block_rows,

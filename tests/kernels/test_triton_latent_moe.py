@@ -273,6 +273,20 @@ def test_place_puts_every_pair_into_one_block_of_its_expert(rows: int) -> None:
     assert sorted(covered) == list(range(len(expected)))
 
 
+def test_ids_that_repeat_write_nothing_outside() -> None:
+    """No router chooses an expert twice; a broken message might."""
+    layer = Layer({3: "bf16", 7: "bf16"}, 32, 32)
+    ids = torch.tensor([[3, 7, 3, 3], [7, 7, -1, 3]] * 9)
+    made = place(ids, layer.table(), 16)
+    assert made.rows == 36 == made.order.numel() < int((ids >= 0).sum())
+    assert torch.equal(made.position.flatten()[made.order], torch.arange(36, dtype=torch.int32))
+    _, first, end = made.listed[:, made.listed[0] >= 0]
+    assert int(end.max()) == 36 and bool((first < end).all())
+    z, weights = randn(18, 32), torch.ones(18, 4)
+    got = triton_ops.experts_partial_sum(z, ids, weights, layer, SITU)
+    assert torch.equal(got.isnan().all(1), (made.position == -2).any(1))
+
+
 def test_block_sizes_follow_the_rows_of_an_expert() -> None:
     def table(held: int) -> ExpertTable:
         slots = torch.zeros(896, dtype=torch.int32)
