@@ -119,7 +119,8 @@ def full_rows(rows: int) -> int:
 def full_row_counts(rows_E: np.ndarray) -> np.ndarray:
     """`full_rows` of each."""
     rest_E = rows_E % PERIOD
-    return rows_E - rest_E + np.take(_table(), rest_E)
+    full_E: np.ndarray = rows_E - rest_E + np.take(_table(), rest_E)
+    return full_E
 
 
 @cache
