@@ -89,7 +89,9 @@ def kda_inputs_kernel(
             mask=valid & (source >= begin)[:, None],
             other=0.0,
         ).to(tl.float32)
-        if first == begin:  # rows before the span's are in its window
+        # Rows before the span's are in its window. Its first chunk may have fewer than the taps
+        # reach over, so the next may need them too.
+        if first - begin < WIDTH - 1:
             b_old = tl.load(
                 conv_state
                 + slot * conv_stride

@@ -179,6 +179,15 @@ def test_prefill(lengths: list[int], heads: int, dim: int, width: int, gate: str
     assert bool(conv[[0, -1]].isnan().all()) and bool(state[[0, -1]].isnan().all())
 
 
+@pytest.mark.parametrize("position", [60, 61, 62, 63])
+def test_prefill_reads_the_window_over_a_short_first_chunk(position: int) -> None:
+    """The grid leaves the first chunk one to four rows; the taps of the second reach over it."""
+    case = make_case(6, 1, 16, 2, -5.0)
+    spans = [(1, 0, 6, position)]
+    expected = case.prefill(reference, spans)
+    assert_all_close(prefill(fence(case), spans), expected)
+
+
 def test_prefill_of_no_rows() -> None:
     case = make_case(3, 1, 16, 2, -5.0)
     kept = case.conv.clone(), case.state.clone()
