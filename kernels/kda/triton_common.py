@@ -54,6 +54,7 @@ def operand(x, PRECISION: tl.constexpr):
     """
     if PRECISION == "tf32":
         bits = x.to(tl.int32, bitcast=True) + 0x1000
-        return (bits & -0x2000).to(tl.float32, bitcast=True)
+        # A GPU's own NaN has all bits set, and the sum would carry it over to zero.
+        return tl.where(x == x, (bits & -0x2000).to(tl.float32, bitcast=True), x)
     else:
         return x

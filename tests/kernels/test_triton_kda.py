@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from expertmesh.kernels.kda import reference, triton_ops
-from expertmesh.kernels.kda.triton_common import log_decay
+from expertmesh.kernels.kda.triton_common import log_decay, operand
 from expertmesh.kernels.launch import launch
 from tests.kernels.checks import assert_close
 from tests.kernels.test_kda import (
@@ -127,6 +127,23 @@ def test_decode_rows_do_not_depend_on_companions() -> None:
         rows = torch.tensor(chosen)
         out, conv, state = case.decode(triton_ops, rows, rows)
         assert_same((out, conv[rows], state[rows]), tuple(x[rows] for x in whole))
+
+
+@triton.jit
+def operand_kernel(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, operand(tl.load(x + at), "tf32"))
+
+
+def test_operands_are_rounded_to_nearest_and_stay_nan() -> None:
+    ulp = 2.0**-10
+    numbers = [1 + ulp * 0.49, 1 + ulp * 0.51, -1 - ulp * 0.51, 0.0, 3e38, float("inf")]
+    x, out = torch.tensor([*numbers, *[float("nan")] * 2]), torch.empty(8)
+    x.view(torch.int32)[-2:] = torch.tensor([0x7FFFFFFF, -1])  # as GPUs make them
+    launch(operand_kernel, (1,), x, out, BLOCK=8)
+    assert out[:4].tolist() == [1.0, 1 + ulp, -1 - ulp, 0.0]
+    assert abs(float(out[4]) / 3e38 - 1) <= ulp / 2 and float(out[5]) == float("inf")
+    assert out[6:].isnan().all()
 
 
 def prefill(case: Case, spans: list[Span]) -> tuple[Tensor, Tensor, Tensor]:
