@@ -1,4 +1,5 @@
-"""Every buffer that an operator asks for uninitialised arrives full of NaN.
+"""Every buffer that an operator asks for uninitialised arrives full of NaN, of integers full of the
+largest: no id, slot or place, and of bytes FP8's NaN.
 
 Fixtures end with their module: a package of this layout has no __init__.py, so pytest would keep
 "package" ones, and with them the inference mode, for the rest of the session.
@@ -16,12 +17,18 @@ triton_bf16.install()
 triton_speed.install()
 
 
+def poison(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
 @pytest.fixture(autouse=True, scope="module")
 def poisoned_empty() -> Iterator[None]:
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+            return tensor.fill_(poison(tensor.dtype))
 
         return empty
 
