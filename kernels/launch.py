@@ -119,3 +119,13 @@ def power_of_two(count: int) -> int:
 
 def blocks(count: int, block: int) -> int:
     return -(-count // block)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x itself where the elements of its last axis lie side by side, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def warps_of(block: int) -> int:
+    """For a program that goes over `block` elements of a row: 16 for each thread, 4 to 16 warps."""
+    return min(16, max(4, block // 512))

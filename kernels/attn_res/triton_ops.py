@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.kernels.launch import launch, power_of_two
-from expertmesh.kernels.norm.triton_ops import dense_rows
+from expertmesh.kernels.launch import dense_rows, launch, power_of_two, warps_of
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -108,7 +107,7 @@ def _mix(
         BLOCK=block,
         GROUP=group_of(block, sources_NTH.element_size()),
         NORM=norm_weight_H is not None,
-        num_warps=min(16, max(4, block // 512)),
+        num_warps=warps_of(block),
     )
     return out_TH
 

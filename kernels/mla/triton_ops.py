@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.kernels.launch import blocks, launch, power_of_two, target
+from expertmesh.kernels.launch import blocks, dense_rows, launch, power_of_two, target
 from expertmesh.kernels.mla.types import PAGE
 
 LOG2_E = 1.4426950408889634
@@ -179,7 +179,8 @@ def mla_decode(
     scale: float,
     plan: object = None,
 ) -> Tensor:
-    """As `torch_ops.mla_decode`. The last axes of both q and the cache must be dense.
+    """As `torch_ops.mla_decode`. The cache must be dense; queries and tables are read in place
+    where their last axes are.
 
     A row of length 0 (padding of a static batch) reads nothing and gives zeros. `plan` is not
     needed: each program reads its row's table. Besides the result, one float32 latent per row, head
@@ -187,6 +188,8 @@ def mla_decode(
     """
     batch, heads, rank = q_latent_BHR.shape
     rope, pages = q_rope_BHr.shape[2], page_table_BN.shape[1]
+    q_latent_BHR, q_rope_BHr = dense_rows(q_latent_BHR), dense_rows(q_rope_BHr)
+    page_table_BN, lengths_B = dense_rows(page_table_BN), dense_rows(lengths_B)
     splits = max(1, splits_of(pages * PAGE))
     out = torch.empty(batch, heads, rank, dtype=q_latent_BHR.dtype, device=q_latent_BHR.device)
     partial = (batch, splits if splits > 1 else 0, heads)
@@ -290,8 +293,9 @@ def output_gate_kernel(
 
 
 def output_gate(out_TV: Tensor, gate_TV: Tensor) -> Tensor:
-    """As `torch_ops.output_gate`. Rows may lie apart (their last axis must be dense)."""
+    """As `torch_ops.output_gate`. Rows may lie apart."""
     rows, width = out_TV.shape
+    out_TV, gate_TV = dense_rows(out_TV), dense_rows(gate_TV)
     gated = torch.empty(rows, width, dtype=out_TV.dtype, device=out_TV.device)
     block = min(1024, power_of_two(width))
     launch(

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.kernels.launch import blocks, launch, power_of_two
+from expertmesh.kernels.launch import blocks, dense_rows, launch, power_of_two, warps_of
 
 
 # One binary for any number of rows: a new one would be compiled in the middle of serving.
@@ -106,12 +106,7 @@ def gated_rms_norm(x_THD: Tensor, weight_D: Tensor, gate_THD: Tensor, eps: float
 
 def tiling(width: int) -> tuple[int, int, int]:
     """Rows and columns of a program's tile, and its warps: 2,048 elements where a row is shorter,
-    else one row; 16 elements per thread, at most 16 warps."""
+    else one row."""
     block = power_of_two(width)
     rows = max(1, 2048 // block)
-    return rows, block, min(16, max(4, block // 512))
-
-
-def dense_rows(x: Tensor) -> Tensor:
-    """x itself where the elements of its last axis lie side by side, else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return rows, block, warps_of(block)

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.kernels.launch import blocks, launch, power_of_two
-from expertmesh.kernels.norm.triton_ops import dense_rows
+from expertmesh.kernels.launch import blocks, dense_rows, launch, power_of_two, warps_of
 from expertmesh.kernels.quant.torch_ops import BLOCK as MX_BLOCK
 from expertmesh.kernels.quant.torch_ops import FP8_PEAK, FP8_SMALLEST_SCALE
 
@@ -106,7 +105,7 @@ def fp8_encode(x_TD: Tensor) -> tuple[Tensor, Tensor]:
         SMALLEST=FP8_SMALLEST_SCALE,
         WIDTH=width,
         BLOCK=block,
-        num_warps=min(16, max(4, block // 512)),
+        num_warps=warps_of(block),
     )
     return codes_TD, scale_T1
 
@@ -136,6 +135,6 @@ def fp8_decode(codes_TD: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor
         codes_TD.stride(0),
         WIDTH=width,
         BLOCK=block,
-        num_warps=min(16, max(4, block // 512)),
+        num_warps=warps_of(block),
     )
     return out_TD

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.kernels.launch import blocks, launch, power_of_two
+from expertmesh.kernels.launch import blocks, dense_rows, launch, power_of_two
 from expertmesh.kernels.sampling.torch_ops import GREEDY_BELOW
 
 LOG2_E = 1.4426950408889634
@@ -194,19 +194,16 @@ def sample(
     min_p_B: Tensor,
     uniform_B: Tensor,
 ) -> Tensor:
-    """As `torch_ops.sample`. Rows of logits may lie apart (their last axis must be dense)."""
+    """As `torch_ops.sample`. Rows of logits may lie apart."""
     rows, vocabulary = logits_BV.shape
+    logits_BV = dense_rows(logits_BV)
     ids_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     block = min(BLOCK, power_of_two(vocabulary))
     launch(
         sample_kernel,
         (rows,),
         logits_BV,
-        temperature_B,
-        top_k_B,
-        top_p_B,
-        min_p_B,
-        uniform_B,
+        *map(dense_rows, (temperature_B, top_k_B, top_p_B, min_p_B, uniform_B)),
         ids_B,
         logits_BV.stride(0),
         VOCABULARY=vocabulary,

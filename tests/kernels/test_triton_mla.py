@@ -59,6 +59,17 @@ def test_decode(lengths: list[int], heads: int, rank: int, rope: int) -> None:
     assert (got[torch.tensor(lengths) == 0] == 0).all()
 
 
+def test_operands_whose_elements_lie_apart() -> None:
+    q_latent, q_rope, cache, table, lengths, scale = inputs([70, 5], 3, 16, 4)
+    apart = (spread(x, axis=-1) for x in (q_latent, q_rope, table, lengths))
+    latent, rope, pages, count = apart
+    got = triton_ops.mla_decode(latent, rope, cache, pages, count, scale)
+    assert_close(got, exactly((q_latent, q_rope, cache, table, lengths, scale)))
+    values, gate = randn(3, 35), randn(3, 35, seed=1)
+    got = triton_ops.output_gate(spread(values, axis=-1), spread(gate, axis=-1))
+    assert_close(got, reference.output_gate(values, gate))
+
+
 def test_decode_of_more_heads_than_a_tile_has() -> None:
     args = inputs([70, 5], 96, 16, 4)
     assert_close(triton_ops.mla_decode(*args), exactly(args))

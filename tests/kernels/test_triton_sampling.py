@@ -127,6 +127,12 @@ def test_several_blocks_strided_rows_and_companions(monkeypatch: pytest.MonkeyPa
     assert torch.equal(some, got[order])
 
 
+def test_elements_that_lie_apart() -> None:
+    logits, chosen = randn(4, 50) * 4, random_settings(4, 50, 6)
+    got = triton_ops.sample(spread(logits, -1), *(spread(x, -1) for x in chosen))
+    assert torch.equal(got, reference.sample(logits, *chosen))
+
+
 def test_bf16_logits() -> None:
     logits = spread((randn(4, 50) * 4).bfloat16())
     chosen = random_settings(4, 50, 5)
