@@ -76,7 +76,7 @@ def pairs_of_halves(
     return tl.where(pair, b_kk, 0.0), tl.where(pair, b_qk, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def kda_pairs_kernel(
     y,
     gates,
@@ -200,7 +200,7 @@ def scaled_rows(x, cell, scales, at, BLOCK: tl.constexpr):
     return b_x * tl.load(scales + row)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def kda_solve_kernel(
     y,
     gates,
@@ -282,7 +282,7 @@ def kda_solve_kernel(
             b_behind += tl.sum(tl.load(gates + here * step + cell), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def kda_scan_kernel(
     uw,
     q_old,

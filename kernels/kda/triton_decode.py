@@ -54,7 +54,7 @@ def shift_window(window, b_x, column, inside, row_stride, WIDTH: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def kda_decode_kernel(
     qkv,
     z,

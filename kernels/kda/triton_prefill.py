@@ -32,7 +32,7 @@ from expertmesh.kernels.launch import blocks, launch, power_of_two, target
 WINDOW_COLUMNS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def kda_inputs_kernel(
     qkv,
     z,
@@ -121,7 +121,7 @@ def kda_inputs_kernel(
         tl.store(gates + cell, tl.where(valid, b_gate, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["spans"])
 def kda_window_kernel(
     qkv,
     conv_state,
