@@ -14,8 +14,9 @@ from expertmesh.kernels.cases import Case, Make, all_cases
 from expertmesh.kernels.registry import Kernels, load_kernels, resolve
 from expertmesh.kernels.work import H200
 
-# More than an L2 cache holds: written before every timed call, so that nothing is found in it.
-FLUSH_BYTES = 256 << 20
+# Written before every timed call: more than an L2 cache holds, so that nothing is found in it, and
+# long enough (220 us) for the host to ask for all kernels of a call before the first one starts.
+FLUSH_BYTES = 1 << 30
 LEAST_CALLS, MOST_CALLS, CALLS_SECONDS = 10, 200, 0.1
 
 
@@ -64,12 +65,11 @@ def measure(case: Case, kernels: Kernels, backend: str) -> Measured:
     """On the current GPU. A case that fails is a result too: the others go on."""
     operator = getattr(kernels, case.operator)
     try:
+        torch.cuda.empty_cache()  # what the case before has left, whose operands are gone by now
         arguments = case.arguments(Make("cuda"))
         return Measured(backend, median_us(lambda: operator(*arguments)))
     except Exception as error:  # out of memory, a kernel that does not start: whatever it is
         return Measured(backend, None, f"{type(error).__name__}: {error}".splitlines()[0])
-    finally:
-        torch.cuda.empty_cache()
 
 
 def median_us(call: Callable[[], object]) -> float:

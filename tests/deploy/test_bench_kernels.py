@@ -12,6 +12,7 @@ from expertmesh.deploy.exit_codes import ExitCode
 from expertmesh.kernels import aot
 from expertmesh.kernels.cases import all_cases
 from expertmesh.kernels.gates import TARGETS, Usage
+from expertmesh.kernels.registry import load_kernels
 from expertmesh.kernels.work import H200
 
 
@@ -66,18 +67,16 @@ def test_a_gpu_is_measured_against_the_floor(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_case_raises_is_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    case: Any = next(case for case in all_cases() if case.operator == "rms_norm")
+    found = kernels.measure(case, load_kernels(), "triton")
+    assert found.us is None and found.error  # there is no GPU to make operands on
 
-    class Served:
-        @staticmethod
-        def rms_norm(*arguments: Any) -> None:
-            raise AssertionError("unreachable without a GPU")
+    def lost() -> None:
+        raise RuntimeError("an illegal memory access was encountered\nmore about it")
 
-    found = kernels.measure(all_cases_of("rms_norm"), Served(), "triton")  # type: ignore[arg-type]
-    assert found.us is None and found.error
-
-
-def all_cases_of(operator: str) -> Any:
-    return next(case for case in all_cases() if case.operator == operator)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    found = kernels.measure(case, load_kernels(), "triton")
+    assert found.error == "RuntimeError: an illegal memory access was encountered"
 
 
 @pytest.fixture
