@@ -16,7 +16,7 @@ from expertmesh.kernels.kda.triton_common import (
     silu_as,
     stable_sigmoid,
 )
-from expertmesh.kernels.launch import launch, power_of_two
+from expertmesh.kernels.launch import dense_rows, launch, power_of_two
 
 
 @triton.jit
@@ -153,6 +153,7 @@ def kda_decode(
     Rows of qkv, z and beta and slots may lie apart. Float32 [B, H, D].
     """
     rows, heads, dim = z_BHD.shape
+    z_BC, qkv_BC, beta_BH = map(dense_rows, (z_BHD.flatten(1), qkv_BC, beta_BH))
     width, block = conv_weight_CW.shape[1], power_of_two(dim)
     block_v = min(block, 64)
     out_BHD = torch.empty(rows, heads, dim, dtype=torch.float32, device=z_BHD.device)
@@ -160,17 +161,17 @@ def kda_decode(
         kda_decode_kernel,
         (heads, rows),
         qkv_BC,
-        z_BHD,
+        z_BC,
         beta_BH,
         conv_weight_CW,
         A_log_H,
         dt_bias_HD,
         conv_state,
         state,
-        slots_B,
+        slots_B.contiguous(),
         out_BHD,
         qkv_BC.stride(0),
-        z_BHD.stride(0),
+        z_BC.stride(0),
         beta_BH.stride(0),
         conv_weight_CW.stride(0),
         conv_weight_CW.stride(1),

@@ -27,7 +27,7 @@ from expertmesh.kernels.kda.triton_common import (
     stable_sigmoid,
 )
 from expertmesh.kernels.kda.types import CHUNK, KdaSpan
-from expertmesh.kernels.launch import blocks, launch, power_of_two, target
+from expertmesh.kernels.launch import blocks, dense_rows, launch, power_of_two, target
 
 WINDOW_COLUMNS = 512
 
@@ -236,6 +236,7 @@ def kda_prefill(
     if not todo:
         return out_THD
 
+    z_TC, qkv_TC, beta_TH = map(dense_rows, (z_THD.flatten(1), qkv_TC, beta_TH))
     plan = plan_prefill(tuple(todo), device)
     count, block = plan.chunks.shape[0], max(16, power_of_two(dim))
     tiles = count * heads
@@ -246,7 +247,7 @@ def kda_prefill(
         kda_inputs_kernel,
         (count, heads, 3),
         qkv_TC,
-        z_THD,
+        z_TC,
         beta_TH,
         conv_weight_CW,
         A_log_H,
@@ -258,7 +259,7 @@ def kda_prefill(
         scales,
         tiles,
         qkv_TC.stride(0),
-        z_THD.stride(0),
+        z_TC.stride(0),
         beta_TH.stride(0),
         conv_weight_CW.stride(0),
         conv_weight_CW.stride(1),

@@ -17,7 +17,7 @@ from expertmesh.kernels.latent_moe.tables import FLOAT32, MXFP4, ExpertTable
 from expertmesh.kernels.latent_moe.triton_glu import betas, gated
 from expertmesh.kernels.latent_moe.triton_permute import Placement, place, weighted_sum
 from expertmesh.kernels.latent_moe.types import Experts, Glu
-from expertmesh.kernels.launch import blocks, interpreted, launch, power_of_two, target
+from expertmesh.kernels.launch import blocks, dense_rows, interpreted, launch, power_of_two, target
 
 # How many tokens' choices are computed here, the host does not know: hidden values and terms have
 # room for all of them, 0.8 GB in K3 for so many tokens on an actor. More tokens go in turns; that
@@ -251,7 +251,7 @@ def experts_partial_sum(
     """
     out_TD = torch.empty(z_TD.shape, dtype=sum_dtype, device=z_TD.device)
     table = weights_of.table()
-    parts = (part.split(MOST_TOKENS) for part in (z_TD, ids_TK, weights_TK, out_TD))
+    parts = (part.split(MOST_TOKENS) for part in (dense_rows(z_TD), ids_TK, weights_TK, out_TD))
     for z, ids, weights, out in zip(*parts, strict=True):
         _partial_sum(z, ids, weights, table, spec, out)
     return out_TD

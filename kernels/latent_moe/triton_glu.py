@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from expertmesh.kernels.latent_moe.types import Glu
-from expertmesh.kernels.launch import blocks, launch
+from expertmesh.kernels.launch import blocks, dense_rows, launch
 
 _BLOCK = 1024
 
@@ -66,10 +66,10 @@ def betas(spec: Glu) -> dict[str, Any]:
 
 
 def glu(gate_up_T2I: Tensor, spec: Glu) -> Tensor:
-    """As `torch_ops.glu`. Rows may lie apart (the last axis must be dense)."""
+    """As `torch_ops.glu`. Rows may lie apart."""
     *lead, width = gate_up_T2I.shape
     half = width // 2
-    x_R2I = gate_up_T2I if len(lead) == 1 else gate_up_T2I.reshape(-1, width)
+    x_R2I = dense_rows(gate_up_T2I if len(lead) == 1 else gate_up_T2I.reshape(-1, width))
     out = torch.empty((*lead, half), dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     launch(
         glu_kernel,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.kernels.launch import launch, power_of_two
+from expertmesh.kernels.launch import dense_rows, launch, power_of_two
 
 
 @triton.jit
@@ -56,6 +56,7 @@ def route(
     logits_TE: Tensor, bias_E: Tensor, top_k: int, renormalize: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """As `torch_ops.route`; of equal scores the lowest id comes first."""
+    logits_TE = dense_rows(logits_TE)
     tokens, experts = logits_TE.shape
     device = logits_TE.device
     ids_TK = torch.empty((tokens, top_k), dtype=torch.int64, device=device)

@@ -120,6 +120,17 @@ def test_decode_of_padded_rows() -> None:
     assert_all_close((out, conv, state), expected)
 
 
+def test_numbers_that_lie_apart() -> None:
+    case = make_case(3, 2, 16, 3, -5.0)
+    apart = fence(case)
+    apart.qkv, apart.z, apart.beta = spread(case.qkv, 1), spread(case.z, 1), spread(case.beta, 1)
+    slots = spread(torch.tensor([2, 0, 1]))
+    assert_all_close(decode(apart, slots), case.decode(reference, torch.arange(3), slots))
+    apart.conv, apart.state = fenced(case.conv), fenced(case.state)
+    spans = [(1, 0, 3, 0)]
+    assert_all_close(prefill(apart, spans), case.prefill(reference, spans))
+
+
 def test_decode_rows_do_not_depend_on_companions() -> None:
     case = make_case(5, 1, 16, 5, None)
     whole = case.decode(triton_ops, torch.arange(5), torch.arange(5))

@@ -36,9 +36,10 @@ def test_route(tokens: int, experts: int, top_k: int, renormalize: bool) -> None
     assert_close(weights, expected[1])
 
 
-def test_route_of_rows_that_lie_apart() -> None:
+@pytest.mark.parametrize("axis", [0, 1])
+def test_route_of_numbers_that_lie_apart(axis: int) -> None:
     logits, bias = randn(4, 21), randn(21, seed=1)
-    ids, weights = triton_ops.route(spread(logits), bias, 3, True, 1.0)
+    ids, weights = triton_ops.route(spread(logits, axis), bias, 3, True, 1.0)
     dense = triton_ops.route(logits, bias, 3, True, 1.0)
     assert torch.equal(ids, dense[0]) and torch.equal(weights, dense[1])
 
@@ -68,7 +69,9 @@ def test_glu(spec: Glu, width: int) -> None:
     # Small values keep their digits too.
     torch.testing.assert_close(got[:5], expected[:5].float(), rtol=2e-6, atol=0.0)
     low = x.bfloat16()
-    assert_bf16_close(triton_ops.glu(spread(low), spec), reference.glu(low.float(), spec))
+    for axis in (0, 1):
+        got = triton_ops.glu(spread(low, axis), spec)
+        assert_bf16_close(got, reference.glu(low.float(), spec))
 
 
 def test_glu_passes_on_what_is_not_finite() -> None:
@@ -204,7 +207,8 @@ def test_many_tokens_go_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(HELD["bf16"], 32, 32)
     z, ids, weights = draw(7, 32, 2, [*HELD["bf16"]], 0.9)
     monkeypatch.setattr(triton_experts, "MOST_TOKENS", 3)
-    got = triton_ops.experts_partial_sum(z, ids, weights, layer, SITU)
+    apart = (spread(x, 1) for x in (z, ids, weights))
+    got = triton_ops.experts_partial_sum(*apart, layer, SITU)
     assert_close(got, reference.experts_partial_sum(z, ids, weights, layer, SITU))
 
 
