@@ -9,7 +9,7 @@ from torch import Tensor
 from expertmesh.kernels.elementwise import constant, sigmoid, silu
 from expertmesh.kernels.latent_moe.grouped import multiply_all
 from expertmesh.kernels.latent_moe.types import ExpertWeightsOf, Glu
-from expertmesh.kernels.linear.half import full_row_counts
+from expertmesh.kernels.linear.half import full_row_counts, native_bf16
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 
 __all__ = ["ExpertWeightsOf", "Glu", "experts_partial_sum", "glu", "route"]
@@ -75,6 +75,10 @@ def experts_partial_sum(
     on the numbers nor on companions. Added in float64 they do not depend on that order either,
     so partial sums of any split of the experts add up to the same float32.
     """
+    if z_TD.dtype == torch.bfloat16 and not native_bf16():
+        # Whatever an expert is kept as: else companions whose experts are kept in float16, which
+        # multiply in float32, would decide in what the others do.
+        z_TD = z_TD.float()
     tokens, top_k = ids_TK.shape
     # Index bookkeeping in numpy: its calls on small arrays cost a third of torch's.
     flat = ids_TK.reshape(-1).numpy()
@@ -90,7 +94,7 @@ def experts_partial_sum(
     kinds = {isinstance(matrix, Tensor) for pair in matrices for matrix in pair}
     sizes = np.maximum(counts, MIN_ROWS) if True in kinds else counts
     if False in kinds:
-        sizes, z_TD = full_row_counts(sizes), z_TD.float()
+        sizes = full_row_counts(sizes)
     ends = sizes.cumsum()
     rows = int(ends[-1])
     # place: row of the padded, expert-sorted buffer that serves the n-th sorted (token, k) pair.

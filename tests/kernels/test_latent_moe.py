@@ -172,6 +172,21 @@ def test_bf16_activations_give_a_float32_sum() -> None:
     assert_close(torch_ops.experts_partial_sum(*args), reference.experts_partial_sum(*args), 2e-2)
 
 
+def test_bf16_rows_do_not_depend_on_companions_where_no_cpu_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_ops, "native_bf16", lambda: False)
+    experts: list[Any] = [(a.bfloat16(), b.bfloat16()) for a, b in make_experts(7, 64, 48, 0)]
+    experts[3:] = [(to_half(w13.float()), to_half(w2.float())) for w13, w2 in experts[3:]]
+    z, ids = randn(40, 64).bfloat16(), draw_ids(40, 7, 2, 0.7, 1)
+    weights, weights_of = randn(40, 2, seed=2), experts.__getitem__
+    assert_rows_alone(
+        lambda rows: torch_ops.experts_partial_sum(
+            z[rows], ids[rows], weights[rows], weights_of, GLUS[0]
+        )
+    )
+
+
 def test_experts_kept_in_float16_give_what_dense_ones_do() -> None:
     dense = [(a.bfloat16().float(), b.bfloat16().float()) for a, b in make_experts(5, 64, 48, 0)]
     halves = [(to_half(w13), to_half(w2)) for w13, w2 in dense]
