@@ -1,7 +1,8 @@
 """Digests of an expert: of what is stored, and of the matrices that are derived from it.
 
 Every digest covers dtype, shape and strides beside the bytes and is seeded with layer and expert:
-the right bytes under another name, or read in another layout, do not pass. xxh3 (64 bit) finds
+the right bytes under another name, or read in another layout, do not pass. Of derived matrices the
+numbers count: in what format and layout they are kept depends on the processor. xxh3 (64 bit) finds
 accidents, not attacks. It runs at memory speed and without the interpreter's lock.
 """
 
@@ -36,7 +37,9 @@ def packed_digest(layer: int, expert: int, weights: ExpertWeights) -> int:
 
 
 def derived_digest(layer: int, expert: int, matrices: Iterable[Tensor]) -> int:
-    return _digest(layer, expert, matrices)
+    """Of all numbers as float32, zeros positive, as they are read."""
+    numbers = ((matrix.float() + 0.0).contiguous() for matrix in matrices)
+    return _digest(layer, expert, numbers)
 
 
 def stored_tensors(weights: ExpertWeights) -> list[tuple[str, Tensor]]:

@@ -30,11 +30,16 @@ class Sample(NamedTuple):
         """Of one expert as it is cached: two bytes a number, which is exact."""
         return 3 * self.config.latent_size * self.config.moe_intermediate_size * 2
 
-    def bank(self, ids: Sequence[int], cache_bytes: int = ROOMY) -> ExpertBank:
+    def bank(
+        self,
+        ids: Sequence[int],
+        cache_bytes: int = ROOMY,
+        dtype: torch.dtype = torch.float32,
+    ) -> ExpertBank:
         placed = dict.fromkeys(self.layers, ids)
         return ExpertBank(
             self.config, load_kernels(), placed, self.source,
-            dtype=torch.float32, cache_bytes=cache_bytes,
+            dtype=dtype, cache_bytes=cache_bytes,
         )  # fmt: skip
 
     def rows(

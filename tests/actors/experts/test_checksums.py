@@ -10,13 +10,14 @@ import torch
 
 from expertmesh.actors.exchange.settings import ExchangeSettings
 from expertmesh.actors.experts import bank as bank_module
-from expertmesh.actors.experts import transfer
+from expertmesh.actors.experts import decoded, transfer
 from expertmesh.actors.experts.actor import ExpertActor
 from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.experts.decoded import Decoded
 from expertmesh.actors.experts.transfer import ChecksumError, Packet, TransferError
 from expertmesh.actors.model.checkpoint import CheckpointError, ExpertWeights
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.kernels.linear import half
 from tests.actors.experts.corruption import (
     IN_MEMORY,
     Case,
@@ -71,6 +72,20 @@ def test_a_checksum_is_the_same_on_every_actor_and_whatever_is_cached(sample: Sa
         banks[2].weights(layer, 4)
         assert len({bank.checksum(layer, 4) for bank in banks}) == 1
     assert banks[2].cached_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_is_the_same_on_every_processor(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    def checksum() -> int:
+        bank = sample.bank([3], dtype=dtype)
+        return bank.checksum(sample.layers[0], 3)
+
+    monkeypatch.setattr(half, "native_bf16", lambda: False)
+    kept_in_float16 = checksum()
+    monkeypatch.setattr(decoded, "to_half", lambda _: None)
+    assert checksum() == kept_in_float16
 
 
 def test_nothing_damaged_on_the_way_enters_a_bank(sample: Sample) -> None:
@@ -129,7 +144,9 @@ def test_a_bad_decode_is_found_although_the_stored_bytes_are_right(
 
     def decode(*args: object) -> Decoded:
         made = original(*args)
-        return Decoded(made.dense()[0].contiguous(), made.w2)  # right numbers, another layout
+        w13 = made.dense()[0].contiguous()
+        swapped = w13.as_strided(w13.shape, (1, w13.shape[0]))  # right bytes, another layout
+        return Decoded(swapped, made.w2)
 
     monkeypatch.setattr(bank_module, "decode", decode)
     with pytest.raises(TransferError, match="mismatch in its decoded matrices"):
