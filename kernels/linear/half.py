@@ -33,12 +33,11 @@ class HalfMatrix:
         for 16 us more a call; `into` is not to be had then."""
         self.shape = shifted_NK.shape
         self._spread: Any = None
-        with _quiet():
-            if spread:
-                prepack = torch.ops.quantized.linear_prepack_fp16
-                self._spread = prepack(shifted_NK.contiguous(), None)
-            else:
-                self._packed = torch.fbgemm_pack_gemm_matrix_fp16(shifted_NK.contiguous())
+        if spread:
+            prepack = torch.ops.quantized.linear_prepack_fp16
+            self._spread = prepack(shifted_NK.contiguous(), None)
+        else:
+            self._packed = torch.fbgemm_pack_gemm_matrix_fp16(shifted_NK.contiguous())
         self._unshift = constant(2.0**-shift) if shift else None
 
     @property
