@@ -28,7 +28,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
-from expertmesh.kernels.cases import Case, Make, all_cases
+from expertmesh.kernels.cases import Case, Make, cases_of
 from expertmesh.kernels.gates import TARGETS, Gate, Target, Usage, misses
 from expertmesh.kernels.launch import Launch, interpreted, recording
 from expertmesh.kernels.registry import OPERATORS
@@ -94,12 +94,8 @@ class Compiled:
 
 
 def chosen_cases(operators: Sequence[str]) -> list[Case]:
-    """Those of the named operators, or all that Triton serves."""
-    if not operators:
-        return [case for case in all_cases() if not OPERATORS[case.operator].without_triton]
-    homes = dict.fromkeys(OPERATORS[name].home for name in operators)
-    cases = [import_module(f"expertmesh.kernels.{home}.cases").CASES for home in homes]
-    return [case for some in cases for case in some if case.operator in operators]
+    """Those of the named operators (none: of all) that Triton serves. Raises ValueError."""
+    return [case for case in cases_of(operators) if not OPERATORS[case.operator].without_triton]
 
 
 def launches_of(case: Case, target: str) -> list[Launch]:
@@ -241,9 +237,9 @@ def _amd_usage(made: Any, seconds: float) -> Usage:
     )
 
 
-def check(operators: Sequence[str], targets: Sequence[str], processes: int) -> list[Compiled]:
-    """Everything of the named operators (none: of all), compiled for `targets`."""
-    compiled = collect(chosen_cases(operators), targets)
+def check(cases: Iterable[Case], targets: Sequence[str], processes: int) -> list[Compiled]:
+    """Everything that the cases launch, compiled for `targets`."""
+    compiled = collect(cases, targets)
     compile_all(compiled, processes)
     return compiled
 
@@ -311,13 +307,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
     targets = asked.target.split(",")
-    for name, known in ((asked.operators, OPERATORS), (targets, TARGETS)):
-        unknown = [one for one in name if one not in known]
-        if unknown:
-            parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+    if unknown := [one for one in targets if one not in TARGETS]:
+        parser.error(f"unknown target {unknown[0]!r}; there are {', '.join(TARGETS)}")
+    try:
+        cases = chosen_cases(asked.operators)
+    except ValueError as error:
+        parser.error(str(error))
     if interpreted():
         parser.error("TRITON_INTERPRET=1 is set: an interpreting process compiles nothing")
-    compiled = check(asked.operators, targets, asked.processes)
+    compiled = check(cases, targets, asked.processes)
     if asked.json:
         print(json.dumps([as_record(one) for one in compiled]))
     else:

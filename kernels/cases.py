@@ -5,7 +5,7 @@ published K3 configuration: decode means up to 64 sequences on one attention act
 reach one expert actor of 64; prefill means 4,096 tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from expertmesh.kernels.registry import OPERATORS
 from expertmesh.kernels.work import Work
 
 HIDDEN, HEADS, HEAD_DIM = 7168, 96, 128
@@ -83,3 +84,15 @@ def all_cases() -> list[Case]:
     for home in homes:
         found += import_module(f"expertmesh.kernels.{home}.cases").CASES
     return found
+
+
+def cases_of(operators: Sequence[str]) -> list[Case]:
+    """Those of the named operators, or all. Raises ValueError where one is unknown or has none."""
+    found = all_cases()
+    for name in operators:
+        if name not in OPERATORS:
+            raise ValueError(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
+        if all(case.operator != name for case in found):
+            reason = OPERATORS[name].without_triton or "it launches nothing"
+            raise ValueError(f"{name} has no kernel: {reason}")
+    return [case for case in found if not operators or case.operator in operators]

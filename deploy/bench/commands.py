@@ -53,7 +53,7 @@ def residual(
 def kernels(
     operators: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(help="Operators of `expertmesh doctor`. Default: all."),
+        typer.Argument(help="Operators that have a kernel. Default: all."),
     ] = None,
     aot: Annotated[
         bool, typer.Option("--aot", help="Compile for GPUs that need not be here, and judge.")

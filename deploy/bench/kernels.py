@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import torch
 
-from expertmesh.kernels.cases import Case, Make, all_cases
+from expertmesh.kernels.cases import Case, Make
 from expertmesh.kernels.registry import Kernels, load_kernels, resolve
 from expertmesh.kernels.work import H200
 
@@ -44,13 +44,11 @@ class Floor(msgspec.Struct, frozen=True):
     ratio: float | None
 
 
-def floors(operators: Sequence[str], on_gpu: bool) -> Iterator[Floor]:
-    """Of the named operators' cases (none: of all), measured where `on_gpu`."""
+def floors(cases: Sequence[Case], on_gpu: bool) -> Iterator[Floor]:
+    """Of each case, measured where `on_gpu`."""
     kernels = load_kernels("auto", "cuda") if on_gpu else None
     backends = resolve("auto", "cuda") if on_gpu else {}
-    for case in all_cases():
-        if operators and case.operator not in operators:
-            continue
+    for case in cases:
         us = H200.floor_us(case.work)
         found = None if kernels is None else measure(case, kernels, backends[case.operator])
         yield Floor(

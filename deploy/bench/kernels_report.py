@@ -15,18 +15,18 @@ from rich.table import Table
 from expertmesh.deploy.bench.kernels import Floor, floors
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import size_text
+from expertmesh.kernels.cases import Case, cases_of
 from expertmesh.kernels.gates import TARGETS
 from expertmesh.kernels.launch import interpreted
-from expertmesh.kernels.registry import OPERATORS
 
 FILE_WIDTH = 120
 
 
 def run_floors(operators: list[str], as_json: bool) -> None:
     """Raises Refused, or Exit with FAILED when an operator failed on the GPU."""
-    _check_names(operators, OPERATORS, "operator")
+    cases = _cases(operators)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    found = list(floors(operators, gpu is not None))
+    found = list(floors(cases, gpu is not None))
     failed = any(one.measured is not None and one.measured.error for one in found)
     if as_json:
         report: dict[str, Any] = {
@@ -41,8 +41,11 @@ def run_floors(operators: list[str], as_json: bool) -> None:
 
 def run_aot(operators: list[str], targets: list[str], as_json: bool) -> None:
     """Raises Refused, or Exit with FAILED when a gate is missed."""
-    _check_names(operators, OPERATORS, "operator")
-    _check_names(targets, TARGETS, "target")
+    _cases(operators)
+    for name in targets:
+        if name not in TARGETS:
+            told = f"unknown target {name!r}; there are {', '.join(TARGETS)}"
+            raise Refused(ExitCode.USAGE, told)
     if interpreted():
         raise Refused(ExitCode.USAGE, "TRITON_INTERPRET=1 is set: nothing is compiled then")
     try:
@@ -50,7 +53,9 @@ def run_aot(operators: list[str], targets: list[str], as_json: bool) -> None:
     except ImportError as error:
         hint = "pip install 'expertmesh[gpu]'"
         raise Refused(ExitCode.USAGE, f"kernels are compiled by Triton: {error}", hint) from error
-    compiled = aot.check(operators, targets or list(TARGETS), len(os.sched_getaffinity(0)))
+    compiled = aot.check(
+        aot.chosen_cases(operators), targets or list(TARGETS), len(os.sched_getaffinity(0))
+    )
     wrong = [one for one in compiled if list(one.verdicts())]
     if as_json:
         records = [aot.as_record(one) for one in compiled]
@@ -88,10 +93,11 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=FILE_WIDTH)
 
 
-def _check_names(given: Sequence[str], known: Sequence[str] | dict[str, Any], kind: str) -> None:
-    for name in given:
-        if name not in known:
-            raise Refused(ExitCode.USAGE, f"unknown {kind} {name!r}; there are {', '.join(known)}")
+def _cases(operators: Sequence[str]) -> list[Case]:
+    try:
+        return cases_of(operators)
+    except ValueError as error:
+        raise Refused(ExitCode.USAGE, str(error)) from error
 
 
 def _print_floors(found: list[Floor], gpu: str | None) -> None:

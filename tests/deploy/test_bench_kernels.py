@@ -88,7 +88,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[aot.Compiled]:
     ]
     found = [aot.Compiled(what, ["mix/decode/64"], (64, 1, 1), {}, usage) for what in whats]
     monkeypatch.setattr(kernels_report, "interpreted", lambda: False)
-    monkeypatch.setattr(aot, "check", lambda operators, targets, processes: found)
+    monkeypatch.setattr(aot, "check", lambda cases, targets, processes: found)
     return found
 
 
@@ -113,6 +113,8 @@ def test_the_aot_table_and_its_exit_code(compiled: list[aot.Compiled]) -> None:
     [
         (["bananas"], "unknown operator 'bananas'; there are pack_linear"),
         (["--aot", "bananas"], "unknown operator 'bananas'"),
+        (["pack_linear"], "pack_linear has no kernel: a dense matmul"),
+        (["--aot", "mla_plan"], "mla_plan has no kernel: it launches nothing"),
         (["--aot", "--target", "sm_1"], "unknown target 'sm_1'; there are sm_90, sm_100, gfx942"),
         (["--aot"], "TRITON_INTERPRET=1 is set"),
         (["--target", "sm_90"], "only with --aot"),

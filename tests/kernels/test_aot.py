@@ -123,7 +123,11 @@ def test_an_excuse_that_nothing_needs_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["bananas"], "unknown: bananas; there are pack_linear"), (["--target", "sm_1"], "sm_90")],
+    [
+        (["bananas"], "unknown operator 'bananas'; there are pack_linear"),
+        (["rms_norm", "pack_linear"], "pack_linear has no kernel: a dense matmul"),
+        (["--target", "sm_1"], "unknown target 'sm_1'; there are sm_90"),
+    ],
 )
 def test_wrong_usage(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
