@@ -53,8 +53,8 @@ class Lanes(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        """Copies beside the computing, not before mark `after` (None: at once); what is asked of
-        the computing stream from now on waits for it. Returns the mark of the copy's end."""
+        """Copies beside the computing, not before mark `after`; what is asked of the computing
+        stream from now on waits for it. Returns the mark of the copy's end."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -91,7 +91,9 @@ class PinnedUploads:
             host[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             at += _aligned(array.nbytes)
         before, self._before = self._before, self._lanes.mark()
-        slot.copied = self._lanes.copy(slot.device[:size], slot.host[:size], before)
+        # New memory may be somebody's who has let go of it and is not done with it on the device.
+        after = self._before if slot.copied is None else before
+        slot.copied = self._lanes.copy(slot.device[:size], slot.host[:size], after)
         return slot.device[:size]
 
     def _slot(self, size: int) -> "_Slot":
@@ -133,8 +135,7 @@ class CudaLanes:
 
     def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
         computing = torch.cuda.current_stream(self._device)
-        if after is not None:
-            self._side.wait_event(after)
+        self._side.wait_event(after)
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
             done = self._side.record_event()

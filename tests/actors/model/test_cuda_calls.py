@@ -108,11 +108,12 @@ def test_a_copy_goes_beside_what_computes(calls: Calls) -> None:
     before = lanes.mark()
     done = lanes.copy(target, source, before)
     lanes.wait(done)
-    lanes.copy(target, source, None)
+    lanes.copy(target, source, lanes.mark())
     assert torch.equal(target, source)
     assert calls.made == [
         "side waits for event 1 of main",
         "main waits for event 2 of side",
         "host waits for event 2 of side",
-        "main waits for event 3 of side",
+        "side waits for event 3 of main",
+        "main waits for event 4 of side",
     ]

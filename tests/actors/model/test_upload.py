@@ -28,9 +28,9 @@ class Unlucky:
     def mark(self) -> int:
         return len(self._computing)
 
-    def copy(self, target: Tensor, source: Tensor, after: int | None) -> int:
+    def copy(self, target: Tensor, source: Tensor, after: int) -> int:
         def run() -> None:
-            self._compute(after or 0)
+            self._compute(after)
             target.copy_(source)
 
         self._copies.append(run)
@@ -114,6 +114,24 @@ def test_large_arrays_get_memory_of_their_own() -> None:
         assert torch.equal(sent, torch.from_numpy(array))
     empty, one = uploads.send(np.empty(0, np.int64), np.ones(1, np.float32))
     assert empty.shape == (0,) and one.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_memory_that_was_let_go_is_not_written_before_its_last_use(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator gives it away at once, as all that it knows of runs in order."""
+    lanes = Unlucky(True)
+    uploads = PinnedUploads(lanes)
+    for call in range(calls):
+        uploads.send(*arrays(call))
+    old, read = torch.full((SMALLEST,), 7, dtype=torch.uint8), list[Tensor]()
+    lanes.compute(lambda: read.append(old.clone()))
+    monkeypatch.setattr(lanes, "memory", lambda size: (torch.zeros(size, dtype=torch.uint8), old))
+    (sent,) = uploads.send(np.arange(5))
+    lanes.finish()
+    assert bool((read[0] == 7).all())
+    assert sent.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_on_the_host_nothing_is_copied() -> None:
