@@ -125,6 +125,7 @@ class GraphRunner:
         self._model, self._eager, self._recorder = model, eager, recorder
         self._state: ModelState | None = None
         self._recorded: dict[Bucket, Recorded] = {}
+        self._failed = False
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -138,14 +139,27 @@ class GraphRunner:
         if state is not self._state:
             self._recorded.clear()
             self._state = state
-        recorded = self._recorded.get(bucket)
+        recorded = self._recorded.get(bucket) or self._record(bucket, state)
         if recorded is None:
-            _log.info("recording decode graphs for %d rows, %d pages", bucket.rows, bucket.pages)
-            recorded = Recorded(self._model, state, bucket, self._recorder)
-            self._recorded[bucket] = recorded
+            return self._eager.begin(batch, state, micro)
         words = batch.words(bucket.rows, bucket.rows, bucket.pages, state.spare_row)
         (sent,) = self._model.uploads.send(words.flat)
         return Replayed(recorded, words, sent, batch.rows)
+
+    def _record(self, bucket: Bucket, state: ModelState) -> "Recorded | None":
+        """None where it fails, and from then on: no request shall end for it. What is recorded
+        already goes on being replayed."""
+        if self._failed:
+            return None
+        _log.info("recording decode graphs for %d rows, %d pages", bucket.rows, bucket.pages)
+        try:
+            recorded = Recorded(self._model, state, bucket, self._recorder)
+        except RuntimeError:  # no memory, or a call that cannot be recorded
+            self._failed = True
+            _log.exception("recording failed: other decode passes are computed call by call")
+            return None
+        self._recorded[bucket] = recorded
+        return recorded
 
 
 class Recorded:

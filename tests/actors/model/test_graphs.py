@@ -1,6 +1,7 @@
 """Recorded decode passes give the bits of computed ones, out of memory that lies still."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,28 @@ def test_another_state_is_recorded_anew(folder: Path) -> None:
     pair.prefill(9)
     pair.decode(0)
     assert pair.tape.warmed == 2
+    assert pair.runner.buckets == [Bucket(4, 8, 0)]
+
+
+def test_a_recording_that_fails_costs_no_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(folder)
+    pair.prefill(5, 6, 7, 8, 9)
+    pair.decode(0)
+    record, calls = pair.tape.record, []
+
+    def fail(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return record(*args)
+
+    monkeypatch.setattr(pair.tape, "record", fail)
+    for slots in [(0, 1, 2, 3, 4), (1, 2), (4, 3, 2, 1, 0)]:
+        pair.decode(*slots)
+    assert len(calls) == 2, "it is not tried again"
+    assert "out of memory" in caplog.text
     assert pair.runner.buckets == [Bucket(4, 8, 0)]
 
 
