@@ -22,6 +22,7 @@ from expertmesh.actors.attention.messages import (
 )
 from expertmesh.actors.attention.outbox import Outboxes, stream
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.attention.warm_up import warm_up
 from expertmesh.actors.constraint.compiler import Grammars
 from expertmesh.actors.exchange.base import Exchange, LocalExchange
 from expertmesh.actors.exchange.counting import CountingExchange, RoutingCounts, RoutingSnapshot
@@ -139,6 +140,8 @@ class AttentionActor:
             )  # fmt: skip
             self._local = LocalExchange(bank)
         source.close()
+        if device.type != "cpu":
+            warm_up(self._model)
         self._grammars = Grammars.of(Tokenizer.load(self._load.model, config), config.eos)
         self._loaded = True
         return source.bytes_read

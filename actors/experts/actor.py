@@ -16,6 +16,7 @@ from expertmesh.actors.experts.peers import peer_of
 from expertmesh.actors.experts.reread import Stamps, refuse_changes, shard_stamps
 from expertmesh.actors.experts.serving import Epochs
 from expertmesh.actors.experts.transfer import Packet, TransferError
+from expertmesh.actors.experts.warm_up import warm_up
 from expertmesh.actors.model.loading import LoadSettings, OpenModel
 from expertmesh.actors.process import LoadState, Pulse, Whereabouts, settle
 
@@ -98,6 +99,8 @@ class ExpertActor:
             cache_bytes=self._load.expert_cache_bytes,
         )
         opened.source.close()
+        if opened.device.type != "cpu":
+            warm_up(self._bank, opened.config, opened.dtype)
         self._loaded_at = time.monotonic()
         return self._bank.packed_bytes
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from expertmesh.actors.attention.warm_up import warm_up
 from expertmesh.actors.model import graphs
 from expertmesh.actors.model.batch import Batch, Span
 from expertmesh.actors.model.forward import EagerRunner
@@ -118,6 +119,15 @@ def test_another_state_is_recorded_anew(folder: Path) -> None:
     pair.decode(0)
     assert pair.tape.warmed == 2
     assert pair.runner.buckets == [Bucket(4, 8, 0)]
+
+
+def test_a_warmed_up_model_has_computed_and_recorded_once(folder: Path) -> None:
+    pair = Pair(folder)
+    warm_up(pair.graphs.model)
+    assert pair.runner.buckets == [Bucket(4, 8, 0)] and pair.tape.replays
+    pair.prefill(5)
+    pair.decode(0)
+    assert pair.tape.warmed == 2, "over another state"
 
 
 def test_a_recording_that_fails_costs_no_request(
