@@ -49,8 +49,9 @@ def expert_table(
     """The table of the experts `held` (id -> matrices, on `device`) of a layer with `experts`.
 
     Raises ValueError for a matrix that a kernel can not read where it lies: one that is not dense
-    in memory row by row, that begins off a 16-byte boundary, or of another type.
+    in memory row by row, that begins off a 16-byte boundary, of another type or size.
     """
+    width: int | None = None
     slots = [-1] * experts
     rows: list[list[int]] = []
     tensors: list[Tensor] = []
@@ -64,6 +65,10 @@ def expert_table(
             addresses = [_address(part, expert) for part in parts]
             row += [*addresses, 0][:2]
             tensors += parts
+        sizes = _size(w1), _size(w3), _size(w2)
+        width = sizes[0][1] if width is None else width
+        if sizes != ((inner, width), (inner, width), (width, inner)):
+            raise ValueError(f"expert {expert}: w1, w3, w2 of {sizes}")
         slots[expert] = len(rows)
         rows.append(row)
     return ExpertTable(
@@ -81,6 +86,15 @@ def _form(matrix: Matrix) -> int:
     if matrix.dtype not in _DENSE:
         raise ValueError(f"no kernel reads experts of {matrix.dtype}")
     return _DENSE[matrix.dtype]
+
+
+def _size(matrix: Matrix) -> tuple[int, int]:
+    """Rows and columns in numbers; (0, 0) where codes and scales do not belong together."""
+    if isinstance(matrix, Tensor):
+        return matrix.shape[0], matrix.shape[1]
+    codes, scales = matrix
+    rows, groups = scales.shape
+    return (rows, 32 * groups) if codes.shape == (rows, 16 * groups) else (0, 0)
 
 
 def _address(part: Tensor, expert: int) -> int:

@@ -330,7 +330,7 @@ def _meta(matrix: Matrix) -> Matrix:
     return matrix.to("meta")
 
 
-def _odd(make: Callable[[Tensor], Tensor]) -> Mapping[int, Matrices]:
+def _odd(make: Callable[[Tensor], Tensor]) -> dict[int, Matrices]:
     good = torch.zeros(32, 32, dtype=torch.bfloat16)
     return {6: (good, make(good), good)}
 
@@ -342,6 +342,9 @@ def _odd(make: Callable[[Tensor], Tensor]) -> Mapping[int, Matrices]:
         (_odd(lambda w: w.t()[1:].t()), "expert 6: a matrix is not dense row by row"),
         (_odd(lambda w: w.view(-1)[1:-31].view(31, 32)), "expert 6: .* 16-byte boundary"),
         ({6: (torch.zeros(4, 4, dtype=torch.float16),) * 3}, "no kernel reads experts of .*16"),
+        (_odd(lambda w: w[1:]), "expert 6: w1, w3, w2 of .*31, 32"),
+        (_odd(lambda w: w) | {7: (torch.zeros(32, 64, dtype=torch.bfloat16),) * 3}, "expert 7: w1"),
+        ({6: ((torch.zeros(32, 32).byte(), torch.zeros(32, 1).byte()),) * 3}, "expert 6: .*0, 0"),
     ],
 )
 def test_a_table_refuses_what_a_kernel_can_not_read(
