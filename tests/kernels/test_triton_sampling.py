@@ -104,6 +104,15 @@ def test_filters_keep_what_they_should() -> None:
         assert sorted(set(got.tolist())) == ids, filters
 
 
+def test_weights_a_few_roundings_apart_are_told_apart() -> None:
+    """The search must not end while two weights are left inside its interval."""
+    logits = torch.arange(5) * -4e-7
+    kept = [(k, 1.0) for k in range(1, 6)] + [(-1, (k - 0.5) / 5) for k in range(1, 6)]
+    last = settings(*[(1.0, *filters, 0.0, 1 - 2**-53) for filters in kept])
+    got = triton_ops.sample(logits.expand(len(kept), -1), *last)
+    assert got.tolist() == [0, 1, 2, 3, 4] * 2
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, 1.0])
 def test_the_ends_of_the_unit_interval_stay_inside(uniform: float) -> None:
     logits = torch.full((3, 70), NEG)
