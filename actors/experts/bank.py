@@ -1,7 +1,7 @@
 """The experts one process holds: packed in memory, decoded on the way into the GEMM."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,7 +130,7 @@ class ExpertBank:
     def local_ids(self, layer: int, ids_TK: Tensor) -> Tensor:
         """`ids_TK` with -1 in the place of experts that live elsewhere; -1 stays -1."""
         ids_E = self._ids.get(layer)
-        return torch.full_like(ids_TK, -1) if ids_E is None else ids_E[ids_TK]
+        return torch.full_like(ids_TK, -1) if ids_E is None else ids_E.take(ids_TK)
 
     def load(self, placed: Mapping[int, Iterable[int]], source: ExpertSource) -> None:
         """Adds experts from a checkpoint, all or none.
@@ -202,6 +202,13 @@ class ExpertBank:
             hit = decode(self._kernels, held.weights, self._dtype)
             self._keep(key, held, hit)
         return hit
+
+    def all_decoded(self, layer: int, experts: Sequence[int]) -> list[Decoded]:
+        """`decoded` of each. Raises ExpertNotHeld."""
+        hits = self._cache.get_all([(layer, expert) for expert in experts])
+        return [
+            hit or self.decoded(layer, expert) for hit, expert in zip(hits, experts, strict=True)
+        ]
 
     def table(self, layer: int) -> ExpertTable:
         """What is held of a layer now, for kernels: its memory stays while somebody has it."""
@@ -299,9 +306,10 @@ class LayerExperts:
     def __call__(self, expert: int) -> tuple[Tensor, Tensor]:
         return self.bank.weights(self.layer, expert)
 
-    def matrices(self, expert: int) -> tuple[Tensor | HalfMatrix, Tensor | HalfMatrix]:
-        found = self.bank.decoded(self.layer, expert)
-        return found.w13, found.w2
+    def matrices(
+        self, experts: Sequence[int]
+    ) -> list[tuple[Tensor | HalfMatrix, Tensor | HalfMatrix]]:
+        return [(made.w13, made.w2) for made in self.bank.all_decoded(self.layer, experts)]
 
     def table(self) -> ExpertTable:
         return self.bank.table(self.layer)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,11 +67,17 @@ class DecodedCache:
 
     def get(self, key: Key) -> Decoded | None:
         """Marks the entry as just used."""
+        return self.get_all([key])[0]
+
+    def get_all(self, keys: Sequence[Key]) -> list[Decoded | None]:
+        """Several, one lock for all."""
+        kept = self._kept
         with self._lock:
-            hit = self._kept.get(key)
-            if hit is not None:
-                self._kept.move_to_end(key)
-            return hit
+            hits = [kept.get(key) for key in keys]
+            for key, hit in zip(keys, hits, strict=True):
+                if hit is not None:
+                    kept.move_to_end(key)
+        return hits
 
     def peek(self, key: Key) -> Decoded | None:
         """Leaves the order alone: who inspects an entry does not use it."""

@@ -24,11 +24,10 @@ def multiply_all(
     """
     split = torch.split_with_sizes  # Tensor.split takes twice as long to get here
     groups = list(zip(split(x_RK, sizes), weights, split(out_RN, sizes), strict=True))
-    halves = all(isinstance(weight, HalfMatrix) for weight in weights)
     if (
-        not halves
+        torch.get_num_threads() < 2
+        or not all(isinstance(weight, HalfMatrix) for weight in weights)
         or sum(weight.nbytes for weight in weights) < WORTH_BYTES
-        or torch.get_num_threads() < 2
     ):
         _multiply(groups)
         return

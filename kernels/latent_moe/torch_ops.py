@@ -9,8 +9,11 @@ from torch import Tensor
 from expertmesh.kernels.elementwise import constant, sigmoid, silu
 from expertmesh.kernels.latent_moe.grouped import multiply_all
 from expertmesh.kernels.latent_moe.types import ExpertWeightsOf, Glu
-from expertmesh.kernels.linear.half import full_row_counts, native_bf16
+from expertmesh.kernels.linear.half import HalfMatrix, full_row_counts, native_bf16
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
+
+# Padding of at most this many elements is activated along with the rest: cheaper than moving rows.
+FEW_ELEMENTS = 1 << 12
 
 __all__ = ["ExpertWeightsOf", "Glu", "experts_partial_sum", "glu", "route"]
 
@@ -55,7 +58,7 @@ def glu(gate_up_T2I: Tensor, spec: Glu) -> Tensor:
         soft_T2I = torch.mul(x_T2I, _inverse_betas(half, spec.beta, spec.linear_beta)).tanh_()
         out_TI = torch.mul(soft_T2I[..., :half], soft_T2I[..., half:])
         out_TI.mul_(sigmoid(gate_TI)).mul_(constant(spec.beta * spec.linear_beta))
-    return out_TI.to(gate_up_T2I.dtype)
+    return out_TI.type_as(gate_up_T2I)
 
 
 def experts_partial_sum(
@@ -89,11 +92,11 @@ def experts_partial_sum(
     order = flat.argsort(kind="stable")[skipped:]
     hits = counts[1:].nonzero()[0]
     counts = counts[1:][hits]
-    matrices_of = getattr(weights_of, "matrices", weights_of)  # as kept, where they are kept so
-    matrices = [matrices_of(slot) for slot in hits.tolist()]
-    kinds = {isinstance(matrix, Tensor) for pair in matrices for matrix in pair}
-    sizes = np.maximum(counts, MIN_ROWS) if True in kinds else counts
-    if False in kinds:
+    kept = getattr(weights_of, "matrices", None)  # as they are kept for products, all at once
+    matrices = [*map(weights_of, hits.tolist())] if kept is None else kept(hits.tolist())
+    kinds = {type(matrix) for pair in matrices for matrix in pair}
+    sizes = counts if kinds == {HalfMatrix} else np.maximum(counts, MIN_ROWS)
+    if HalfMatrix in kinds:
         sizes = full_row_counts(sizes)
     ends = sizes.cumsum()
     rows = int(ends[-1])
@@ -109,16 +112,17 @@ def experts_partial_sum(
     h_R2I = x_RD.new_empty(rows, matrices[0][0].shape[0])
     split = sizes.tolist()
     multiply_all(x_RD, [w13 for w13, _ in matrices], split, h_R2I)
-    if rows == order.size:
+    if (rows - order.size) * h_R2I.shape[1] <= FEW_ELEMENTS:
         act_RI = glu(h_R2I, spec)
     else:  # its functions cost more than moving rows
         back = np.zeros(rows, np.int64)
         back[place] = pairs
         act_PI = glu(h_R2I.index_select(0, torch.from_numpy(place)), spec)
         act_RI = act_PI.index_select(0, torch.from_numpy(back))
-    y_RD = x_RD.new_empty(rows + 1, x_RD.shape[1])
-    y_RD[rows].zero_()
-    multiply_all(act_RI, [w2 for _, w2 in matrices], split, y_RD[:rows])
+    y_RD = x_RD.new_empty(rows + 1 if skipped else rows, x_RD.shape[1])
+    if skipped:
+        y_RD[rows].zero_()
+    multiply_all(act_RI, [w2 for _, w2 in matrices], split, y_RD[:rows] if skipped else y_RD)
     y_TKD = y_RD.index_select(0, torch.from_numpy(serving)).view(tokens, top_k, -1).float()
     if skipped:
         weights_TK = weights_TK.masked_fill(ids_TK < 0, 0.0)

@@ -1,6 +1,6 @@
 """Plain records of the expert operator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -19,8 +19,10 @@ class Experts(Protocol):
 
     def __call__(self, expert: int) -> tuple[Tensor, Tensor]: ...
 
-    def matrices(self, expert: int) -> tuple[Tensor | HalfMatrix, Tensor | HalfMatrix]:
-        """The same as they are kept for products."""
+    def matrices(
+        self, experts: Sequence[int]
+    ) -> list[tuple[Tensor | HalfMatrix, Tensor | HalfMatrix]]:
+        """The same of each, as they are kept for products."""
         ...
 
     def table(self) -> ExpertTable: ...
