@@ -88,14 +88,17 @@ class Batch:
         own, spans = self.rows, self.decode_spans
         tokens[:own], tokens[own:] = self.token_ids_T.numpy(), 0
         cache_rows[own:] = spare_row
-        if self.spans:
-            np.concatenate([span.cache_rows() for span in self.spans], out=cache_rows[:own])
+        if prefill:
+            np.concatenate(
+                [span.cache_rows() for span in prefill], out=cache_rows[len(spans) : own]
+            )
         slots[len(spans) :], lengths[len(spans) :] = NO_SLOT, 0
         table_DN = table.reshape(decode, pages)
         table_DN[len(spans) :] = 0
         for row, span in enumerate(spans):
             used = _used(span)
             slots[row], lengths[row] = span.slot, span.position + 1
+            cache_rows[row] = span.pages[used - 1] * PAGE_TOKENS + span.position % PAGE_TOKENS
             table_DN[row, :used] = span.pages[:used]
             table_DN[row, used:] = span.pages[0]
         logit_rows[:] = self.logit_rows_R.numpy()

@@ -90,9 +90,9 @@ class Forward:
                 residual.add_ffn(ffn(x_TH))
                 continue
             self._moe, self._x_TH, self._shared_TH = ffn, x_TH, None
+            sent = ffn.latent(x_TH), *ffn.router(x_TH)
             rows = self._inputs.rows
-            ids_TK, weights_TK = ffn.router(x_TH)
-            return Sending(i, ffn.latent(x_TH)[:rows], ids_TK[:rows], weights_TK[:rows])
+            return Sending(i, *(sent if rows == x_TH.shape[0] else (x[:rows] for x in sent)))
         wanted_R = self._inputs.logit_rows_R
         last_RH = residual.output()[_padded_index(wanted_R)]
         logits_RV = model.head(model.kernels.rms_norm(last_RH, model.w_norm, eps)).float()

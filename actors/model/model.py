@@ -69,7 +69,7 @@ class LatentMoe:
         return x_TH if self.down is None else self.down(x_TH)
 
     def finish(self, routed_TD: Tensor, x_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
-        out = routed_TD.to(x_TH.dtype)
+        out = routed_TD.type_as(x_TH)
         if self.w_norm is not None:
             out = self.kernels.rms_norm(out, self.w_norm, self.eps)
         if self.up is not None:

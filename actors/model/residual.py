@@ -70,36 +70,41 @@ class BlockResidual:
         self._weights, self._kernels = weights, kernels
         self._buffer = embedded_TH.new_empty(weights.sources, *embedded_TH.shape)
         self._buffer[0] = embedded_TH
-        self._frozen = 0
         self._restart = False
+        self._freeze(0)
+
+    def _freeze(self, count: int) -> None:
+        """The first `count` sources change no more; views that every layer until the next block
+        asks for are made once."""
+        self._frozen = count
+        self._sources_NTH, self._running_TH = self._buffer[: count + 1], self._buffer[count]
 
     def _normed(self, score_H: Tensor, norm_H: Tensor, eps: float) -> Tensor:
         if self._frozen == 0:
-            return self._kernels.rms_norm(self._buffer[0], norm_H, eps)
-        sources_NTH = self._buffer[: self._frozen + 1]
-        return self._kernels.attn_res_mix_norm(sources_NTH, score_H, norm_H, ATTN_RES_EPS, eps)
+            return self._kernels.rms_norm(self._running_TH, norm_H, eps)
+        return self._kernels.attn_res_mix_norm(
+            self._sources_NTH, score_H, norm_H, ATTN_RES_EPS, eps
+        )
 
     def attention_input(self, layer: int, norm_H: Tensor, eps: float) -> Tensor:
         # The mix before a block's first attention still sees the old bank; the push comes after.
         h_TH = self._normed(self._weights.attention[layer], norm_H, eps)
         self._restart = layer % self._weights.block == 0
         if self._restart:
-            self._frozen += 1
+            self._freeze(self._frozen + 1)
         return h_TH
 
     def add_attention(self, a_TH: Tensor) -> None:
-        running = self._buffer[self._frozen]
         if self._restart:
-            running.copy_(a_TH)
+            self._running_TH.copy_(a_TH)
         else:
-            running.add_(a_TH)
+            self._running_TH.add_(a_TH)
 
     def ffn_input(self, layer: int, norm_H: Tensor, eps: float) -> Tensor:
         return self._normed(self._weights.ffn[layer], norm_H, eps)
 
     def add_ffn(self, m_TH: Tensor) -> None:
-        self._buffer[self._frozen].add_(m_TH)
+        self._running_TH.add_(m_TH)
 
     def output(self) -> Tensor:
-        sources_NTH = self._buffer[: self._frozen + 1]
-        return self._kernels.attn_res_mix(sources_NTH, self._weights.output, ATTN_RES_EPS)
+        return self._kernels.attn_res_mix(self._sources_NTH, self._weights.output, ATTN_RES_EPS)

@@ -62,7 +62,7 @@ def mla_decode(
         ]
         peak_NH1, total_NH1, part_NHR = (torch.cat(x) for x in zip(*parts, strict=True))
     if plan.single:
-        return part_NHR.div_(total_NH1).to(q_latent_BHR.dtype)
+        return part_NHR.div_(total_NH1).type_as(q_latent_BHR)
     peak_NH = peak_NH1.squeeze(-1)
     highest_BH = peak_NH.new_full((batch, heads), float("-inf"))
     owner_NH = plan.row_N.unsqueeze(1).expand(pages, heads)
@@ -74,7 +74,7 @@ def mla_decode(
     total_BH1.index_add_(0, plan.row_N, total_NH1.mul_(share_NH1))
     if plan.padded:
         total_BH1.masked_fill_(total_BH1 == 0, 1.0)
-    return out_BHR.div_(total_BH1).to(q_latent_BHR.dtype)
+    return out_BHR.div_(total_BH1).type_as(q_latent_BHR)
 
 
 def _attend(

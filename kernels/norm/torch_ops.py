@@ -29,4 +29,4 @@ def gated_rms_norm(x_THD: Tensor, weight_D: Tensor, gate_THD: Tensor, eps: float
     """rms_norm(x) * sigmoid(gate) over the last axis; float32 inside, result in gate's dtype."""
     x32_THD = x_THD.float()
     normed = torch.mul(x32_THD, inverse_rms(x32_THD, eps)).mul_(weight_D)
-    return normed.mul_(sigmoid(gate_THD.float())).to(gate_THD.dtype)
+    return normed.mul_(sigmoid(gate_THD.float())).type_as(gate_THD)
