@@ -219,8 +219,8 @@ def kda_prefill(
     state: Tensor,
     spans: Sequence[tuple[int, int, int, int]],
 ) -> Tensor:
-    """As `torch_ops.kda_prefill`, spans of distinct slots. Rows of qkv, z and beta and slots may lie
-    apart.
+    """As `torch_ops.kda_prefill`, spans of distinct slots. Rows of qkv, z and beta and slots may
+    lie apart.
 
     Needs scratch memory while it runs: 26 D bytes per row and head with bfloat16 activations, 32 D
     with float32, and some 500 more.
