@@ -73,9 +73,10 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None and not context.resilient_parsing:
         from expertmesh.deploy.config_file import read_config
 
-        names = frozenset(option.name for option in context.command.params if option.name)
-        options = names - {"config", "dry_run"}
-        context.default_map, context.obj = run_command(read_config, path, options)
+        options = {option.name: option for option in context.command.params if option.name}
+        del options["config"], options["dry_run"]
+        taken = {name: partial(one.process_value, context) for name, one in options.items()}
+        context.default_map, context.obj = run_command(read_config, path, taken)
     return path
 
 
@@ -294,9 +295,13 @@ def serve(
     if not re.fullmatch(MESH_NAME, name):
         raise typer.BadParameter(f"must match {MESH_NAME}", param_hint="--name")
     if dtype not in ("auto", "float32", "bfloat16"):
-        raise typer.BadParameter("must be auto, float32 or bfloat16", param_hint="--dtype")
+        raise typer.BadParameter(
+            f"{dtype!r} must be auto, float32 or bfloat16", param_hint="--dtype"
+        )
     if decode_graphs not in ("auto", "on", "off"):
-        raise typer.BadParameter("must be auto, on or off", param_hint="--decode-graphs")
+        raise typer.BadParameter(
+            f"{decode_graphs!r} must be auto, on or off", param_hint="--decode-graphs"
+        )
     options = ServeOptions(
         model=(model or BUNDLED).absolute(),
         expert_actors=expert_actors,

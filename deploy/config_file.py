@@ -3,23 +3,39 @@
 Precedence, first wins: flag, environment (EXPERTMESH_SERVE_PORT for --port), file, default.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
 from pydantic import ValidationError
 
 from expertmesh.deploy.edge_settings import SECTIONS, EdgeSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 
+_BOOLEAN = "tag:yaml.org,2002:bool"
 
-def read_config(path: Path, options: frozenset[str]) -> tuple[dict[str, Any], EdgeSettings]:
+
+class _Loader(yaml.SafeLoader):
+    """`on`, `off`, `yes` and `no` are words, as in YAML 1.2: options have such values."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {  # noqa: RUF012 (declared so by the base)
+        letter: [one for one in found if one[0] != _BOOLEAN or letter in "tTfF"]
+        for letter, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_config(
+    path: Path, options: Mapping[str, Callable[[Any], Any]]
+) -> tuple[dict[str, Any], EdgeSettings]:
     """(values by option name, the sections). Raises Refused naming the first bad key.
 
-    options: names a file may set, as the flags are spelled with underscores.
+    options: what a file may set, by the names of the flags with underscores, and what raises
+    BadParameter for values that an option does not take.
     """
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        given = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: 2027-02-31, no UTF-8
         raise _refused(path, str(error)) from error
     if given is None:
@@ -34,6 +50,11 @@ def read_config(path: Path, options: frozenset[str]) -> tuple[dict[str, Any], Ed
             raise _refused(path, f"unknown key '{key}'")
         if not isinstance(value, (str, int, float, bool, type(None))):
             raise _refused(path, f"'{key}' must be a single value")
+        try:
+            if value is not None:
+                options[key](value)
+        except typer.BadParameter as error:
+            raise _refused(path, f"'{key}': {error.message}") from error
     try:
         edge = EdgeSettings.model_validate({k: v for k, v in sections.items() if v is not None})
     except ValidationError as error:

@@ -14,7 +14,7 @@ from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.checkpoint import Checkpoint, CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig, load_config
 from expertmesh.actors.model.graphs import Choice, GraphsUnavailable, wanted
-from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.actors.model.loading import Dtype, LoadSettings, placed
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.tokenizer import MODEL_FILE, Tokenizer, TokenizerError
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
@@ -119,13 +119,13 @@ def check_recording(config: ModelConfig, file: Path | None) -> None:
         raise Refused(ExitCode.USAGE, f"--routing-record: {error}") from error
 
 
-def check_kernels(choice: str, here: bool) -> None:
-    """here: whether this machine is the one that will serve; others' actors refuse by themselves.
-    Raises Refused with the reason."""
+def check_kernels(choice: str, dtype: Dtype, here: bool) -> None:
+    """dtype: as LoadSettings has it. here: whether this machine is the one that will serve; others'
+    actors refuse by themselves. Raises Refused with the reason."""
     try:
         parse_choice(choice)
         if here:
-            resolve(choice, "cuda" if torch.cuda.is_available() else "cpu")
+            resolve(choice, *placed("auto", dtype))
     except KernelsUnavailable as error:
         hint = "`expertmesh doctor` prints who can serve each operator"
         raise Refused(ExitCode.USAGE, f"--kernels {choice}: {error}", hint) from error

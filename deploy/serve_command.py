@@ -35,7 +35,7 @@ def run(options: ServeOptions) -> None:
         preflight.check_placement(config, options.expert_actors)
         preflight.check_slots(config, options.expert_actors, options.slots_per_actor)
         preflight.check_recording(config, options.routing_record)
-        preflight.check_kernels(options.kernels, options.address is None)
+        preflight.check_kernels(options.kernels, options.compute, options.address is None)
         preflight.check_graphs(options.graphs, options.kernels, options.address is None)
         options.autoscale(config)
         grpc = options.edge.grpc

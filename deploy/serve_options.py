@@ -8,7 +8,7 @@ from typing import Literal, cast
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.config import ModelConfig
-from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.actors.model.loading import Dtype, LoadSettings
 from expertmesh.cluster.autoscaling.settings import (
     AttentionScaling,
     AutoscaleSettings,
@@ -79,11 +79,14 @@ class ServeOptions:
         auth = self.edge.auth
         return auth.keys_file is not None or bool(auth.key_hashes)
 
+    @property
+    def compute(self) -> Dtype:
+        return cast(Dtype, self.dtype)
+
     def load(self) -> LoadSettings:
-        kind = cast(Literal["auto", "float32", "bfloat16"], self.dtype)
         return LoadSettings(
             model=self.model,
-            dtype=kind,
+            dtype=self.compute,
             kernels=self.kernels,
             expert_cache_bytes=self.expert_cache_bytes,
         )

@@ -92,24 +92,30 @@ def parse_choice(choice: str) -> tuple[str, dict[str, str]]:
     Raises KernelsUnavailable naming what is unknown.
     """
     first, *rest = (part.strip() for part in choice.split(","))
+    if "=" in first:
+        raise KernelsUnavailable(f"a backend for all comes first, as in 'auto,{first}'")
     if first not in ("auto", *BACKENDS):
         known = ", ".join(("auto", *BACKENDS))
         raise KernelsUnavailable(f"unknown kernel backend {first!r}; choose one of {known}")
     chosen: dict[str, str] = {}
     for part in rest:
         name, _, backend = part.partition("=")
+        if not name:
+            raise KernelsUnavailable("a comma is followed by OPERATOR=BACKEND")
         if name not in OPERATORS:
             raise KernelsUnavailable(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
         if backend not in BACKENDS:
             raise KernelsUnavailable(
                 f"{name}: unknown kernel backend {backend!r}; choose one of {', '.join(BACKENDS)}"
             )
-        chosen[name] = backend
+        if chosen.setdefault(name, backend) != backend:
+            raise KernelsUnavailable(f"{name}: both {chosen[name]} and {backend}")
     return first, chosen
 
 
-def resolve(choice: str, device_type: str) -> dict[str, str]:
-    """Operator -> the backend that serves it on a device of this type ("cpu", "cuda").
+def resolve(choice: str, device_type: str, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """Operator -> the backend that serves it, for a model in `dtype` on a device of this type
+    ("cpu", "cuda").
 
     "auto" takes Triton on CUDA wherever it can serve, else torch. A backend that was asked for by
     name and cannot serve is refused; operators without a Triton kernel stay with torch under
@@ -128,20 +134,19 @@ def resolve(choice: str, device_type: str) -> dict[str, str]:
         if reason:
             raise KernelsUnavailable(f"{backend} cannot serve {name}: {reason}")
         served[name] = backend
+    if interpreted() and "triton" in served.values() and dtype != torch.float32:
+        # Silently: it takes the bits of such numbers for integers.
+        raise KernelsUnavailable(f"Triton's interpreter computes wrongly in {dtype}: use float32")
     return served
 
 
 def load_kernels(
     choice: str = "auto", device_type: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Kernels:
-    """The operators as `resolve` deals them, for a model in `dtype`. Raises KernelsUnavailable."""
-    served = resolve(choice, device_type)
-    if interpreted() and "triton" in served.values() and dtype != torch.float32:
-        # Silently: it takes the bits of such numbers for integers.
-        raise KernelsUnavailable(f"Triton's interpreter computes wrongly in {dtype}: use float32")
+    """The operators as `resolve` deals them. Raises KernelsUnavailable."""
     functions = {
         name: getattr(_module(OPERATORS[name].home, backend), name)
-        for name, backend in served.items()
+        for name, backend in resolve(choice, device_type, dtype).items()
     }
     return Kernels(backend=choice, **functions)
 

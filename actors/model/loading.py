@@ -1,7 +1,7 @@
 """What both kinds of actors need to open a model: where it is, and how to hold it."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -11,6 +11,18 @@ from expertmesh.actors.model.config import ModelConfig, load_config
 from expertmesh.kernels.registry import Kernels, load_kernels, parse_choice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
+
+
+def placed(device: Device, dtype: Dtype) -> tuple[str, torch.dtype]:
+    """Device type and compute dtype of this process, "auto" decided."""
+    kind = device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "float32" if kind == "cpu" else "bfloat16"
+    return kind, DTYPES[dtype]
 
 
 class LoadSettings(BaseModel):
@@ -19,13 +31,11 @@ class LoadSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path = Field(description="Folder with config.json and safetensors shards.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Dtype = Field(
         default="auto",
         description="Activations and attention weights. auto: bfloat16 on CUDA, float32 on CPU.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: CUDA if there is one."
-    )
+    device: Device = Field(default="auto", description="auto: CUDA if there is one.")
     kernels: str = Field(
         default="auto",
         description="Kernel backend: auto, triton, torch or reference; after a comma operators "
@@ -59,12 +69,6 @@ class OpenModel:
 
     def __init__(self, settings: LoadSettings, config: ModelConfig, source: Checkpoint) -> None:
         self.config, self.source = config, source
-        kind = settings.device
-        if kind == "auto":
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        kind, self.dtype = placed(settings.device, settings.dtype)
         self.device = torch.device(kind)
-        name = settings.dtype
-        if name == "auto":
-            name = "float32" if kind == "cpu" else "bfloat16"
-        self.dtype = DTYPES[name]
         self.kernels: Kernels = load_kernels(settings.kernels, kind, self.dtype)

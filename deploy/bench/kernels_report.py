@@ -100,6 +100,10 @@ def _cases(operators: Sequence[str]) -> list[Case]:
         raise Refused(ExitCode.USAGE, str(error)) from error
 
 
+def _flops_text(flops: int) -> str:
+    return f"{flops / 1e9:,.1f} GF" if flops >= 1e9 else f"{flops / 1e6:,.1f} MF"
+
+
 def _print_floors(found: list[Floor], gpu: str | None) -> None:
     console = _console()
     table = Table(
@@ -116,7 +120,7 @@ def _print_floors(found: list[Floor], gpu: str | None) -> None:
     for one in found:
         cells = [
             one.operator, f"{one.phase}, {one.size}", size_text(one.bytes),
-            f"{one.flops / 1e9:,.1f} GF {one.unit}", f"{one.us:,.1f} us", one.bound,
+            f"{_flops_text(one.flops)} {one.unit}", f"{one.us:,.1f} us", one.bound,
         ]  # fmt: skip
         if one.measured is not None:
             done = one.measured.us is not None

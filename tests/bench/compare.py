@@ -29,6 +29,8 @@ def main(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--new", type=int, default=32, help="ids generated per request")
     options = parser.parse_args(arguments)
+    if not (options.base / "tests" / "bench").is_dir():
+        parser.error(f"--base {options.base} is no checkout of this repository")
     facts = machine.facts()
     results = {
         f"{model}, {shape}": _compare(model, shape, options)

@@ -75,8 +75,10 @@ def test_a_variable_with_a_version_does_not_end_the_command(serve: Any) -> None:
         ("- 1", "must be a mapping"),
         ("port: {", "serve.yaml"),
         ("port: 2027-02-31", "serve.yaml"),
-        ("port: eighty", "--port"),
-        ("port: 99999", "--port"),
+        ("port: eighty", "serve.yaml: 'port'"),
+        ("port: 99999", "serve.yaml: 'port'"),
+        ("autoscale_dry_run: perhaps", "serve.yaml: 'autoscale_dry_run'"),
+        ("decode_graphs: maybe", "'maybe' must be auto, on or off"),
     ],
 )
 def test_what_is_wrong_is_named(serve: Any, text: str, named: str) -> None:
@@ -84,5 +86,12 @@ def test_what_is_wrong_is_named(serve: Any, text: str, named: str) -> None:
     assert isinstance(outcome, str) and outcome.startswith("2: ") and named in outcome
 
 
+def test_on_and_off_are_words_and_booleans_are_not(serve: Any) -> None:
+    options = serve("decode_graphs: off\nautoscale_dry_run: yes\ngrpc: {reflection: off}")
+    assert (options.decode_graphs, options.autoscale_dry_run) == ("off", True)
+    assert options.edge.grpc.reflection is False
+    assert serve("autoscale_dry_run: true").autoscale_dry_run is True
+
+
 def test_an_empty_file_is_all_defaults(serve: Any) -> None:
-    assert serve("").port == 8000
+    assert serve("").port == 8000 and serve("port:").port == 8000

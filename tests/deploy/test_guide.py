@@ -299,12 +299,12 @@ def test_command(
 
 def test_only_known_languages_and_a_good_config(folder: Path) -> None:
     assert {block.language for block in blocks()} == {"bash", "yaml"} and len(commands()) > 30
-    values, edge = read_config(folder / "serve.yaml", frozenset({"max_running"}))
+    values, edge = read_config(folder / "serve.yaml", {"max_running": int})
     assert values == {"max_running": 64} and edge.auth.keys_file == Path("keys.yaml")
     # What is commented out is meant to be usable, too.
     text = (folder / "serve.yaml").read_text().replace("# tls:", "tls:")
     (folder / "tls.yaml").write_text(text)
-    assert read_config(folder / "tls.yaml", frozenset({"max_running"}))[1].http.tls is not None
+    assert read_config(folder / "tls.yaml", {"max_running": int})[1].http.tls is not None
     assert yaml.safe_load(text)["http"]["tls"]["key_file"] == "key.pem"
 
 

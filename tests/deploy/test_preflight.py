@@ -263,10 +263,15 @@ def test_kernels_that_cannot_serve_are_refused(choice: str, message: str, checkp
     assert refused.value.code is ExitCode.USAGE and "doctor" in refused.value.hint
 
 
+def test_the_interpreter_s_bfloat16_is_refused_before_the_start(checkpoint: Path) -> None:
+    with pytest.raises(Refused, match=r"computes wrongly in torch.bfloat16: use float32"):
+        run(options(checkpoint, kernels="auto,sample=triton", dtype="bfloat16"))
+
+
 def test_kernels_of_other_machines_are_refused_by_their_actors() -> None:
-    preflight.check_kernels("auto,pack_linear=triton", here=False)
+    preflight.check_kernels("auto,pack_linear=triton", "auto", here=False)
     with pytest.raises(Refused, match="unknown operator"):
-        preflight.check_kernels("auto,glue=torch", here=False)
+        preflight.check_kernels("auto,glue=torch", "auto", here=False)
 
 
 def test_graphs_that_cannot_be_recorded_are_refused(checkpoint: Path) -> None:

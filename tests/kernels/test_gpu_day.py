@@ -15,6 +15,7 @@ import triton.testing
 from expertmesh.kernels.registry import OPERATORS
 from tests.bench.gpu import stand_ins, timers
 from tests.bench.gpu.claims import Claim, floating, none_above
+from tests.bench.gpu.main import main
 from tests.bench.gpu.plan import Clock, Section
 from tests.bench.gpu.pool import Pool
 from tests.bench.gpu.report import table
@@ -42,6 +43,18 @@ def test_every_section_runs_dry(day: tuple[str, dict[str, Any]]) -> None:
         assert found["results"] and not found["failed"] and not found["skipped"], name
     assert printed.count("0 failed") == len(results["sections"])
     assert "DRY RUN" in printed and "logits differ" in printed
+
+
+def test_what_cannot_be_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["--read", str(tmp_path / "none.json")]) == 2
+    (tmp_path / "torn.json").write_text("{")
+    assert main(["--read", str(tmp_path / "torn.json")]) == 2
+    assert capsys.readouterr().out.count("\n") == 2
+    command = [sys.executable, str(ROOT / "tests/bench/gpu_day.py"), "--dry-run", "--only", "none"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "'none'" in done.stdout and "correctness: K3" in done.stdout
 
 
 def test_every_triton_operator_is_held_against_float64_and_timed(

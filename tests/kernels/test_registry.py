@@ -60,6 +60,9 @@ def test_one_operator_of_another_backend() -> None:
         ("auto,bananas=torch", r"operator 'bananas'; there are pack_linear, rms_norm"),
         ("auto,sample=auto", r"sample: unknown kernel backend 'auto'"),
         ("auto,sample", r"sample: unknown kernel backend ''"),
+        ("auto,", r"a comma is followed by OPERATOR=BACKEND"),
+        ("sample=torch", r"a backend for all comes first, as in 'auto,sample=torch'"),
+        ("auto,sample=torch,sample=reference", r"sample: both torch and reference"),
         ("auto,pack_linear=triton", r"triton cannot serve pack_linear: no Triton kernel: a dense"),
     ],
 )

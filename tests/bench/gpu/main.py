@@ -17,7 +17,9 @@ SECONDS = 450.0
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu_day")
-    parser.add_argument("--out", type=Path, default=Path("gpu_day.json"), help="results, JSON")
+    parser.add_argument(
+        "--out", type=Path, help="results, JSON; gpu_day.json, and none where nothing is measured"
+    )
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="of the whole run; what is left out is named"
     )
@@ -33,10 +35,7 @@ def main(arguments: list[str]) -> int:
     """0: everything ran and held. 1: something failed. 2: nothing could run here."""
     options = parse(arguments)
     if options.read:
-        from tests.bench.gpu.report import table
-
-        print(table(json.loads(options.read.read_text())))
-        return 0
+        return _read(options.read)
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read at the first import of a kernel
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,6 +45,18 @@ def main(arguments: list[str]) -> int:
         print("no CUDA device: nothing to measure (--dry-run runs all code on the CPU)")
         return 2
     return _day(options)
+
+
+def _read(path: Path) -> int:
+    from tests.bench.gpu.report import table
+
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        print(f"{path}: {error}")
+        return 2
+    print(table(results))
+    return 0
 
 
 def _day(options: argparse.Namespace) -> int:
@@ -61,6 +72,10 @@ def _day(options: argparse.Namespace) -> int:
     run = dry() if options.dry_run else None
     planned = sections(small=options.dry_run)
     chosen = [s for s in planned if not options.only or s.name.startswith(tuple(options.only))]
+    if not chosen:
+        print(f"no section is called {options.only}: {', '.join(s.name for s in planned)}")
+        return 2
+    out = options.out or (None if options.dry_run else Path("gpu_day.json"))
     results: dict[str, Any] = {
         "dry_run": options.dry_run,
         "started_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -74,7 +89,8 @@ def _day(options: argparse.Namespace) -> int:
             outcome = run_here(section, clock, run) if run else pool.run(section, clock)
             results["sections"][section.name] = asdict(outcome)
             results["seconds"] = round(clock.elapsed(), 1)
-            _write(options.out, results)
+            if out is not None:
+                _write(out, results)
             _say(section, outcome, clock)
     finally:
         pool.close()
