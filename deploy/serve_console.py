@@ -1,16 +1,29 @@
 """What `expertmesh serve` prints before and when it serves."""
 
 import time
+from collections import Counter
 
 from rich.console import Console
 
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.loading import placed
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.deploy import preflight
 from expertmesh.deploy.openai.admin import is_loopback
 from expertmesh.deploy.preflight import size_text
 from expertmesh.deploy.serve_options import ServeOptions
+from expertmesh.kernels.registry import resolve
+
+
+def _compute(options: ServeOptions) -> str:
+    """In what, and by which kernels; as asked for where other machines decide."""
+    if options.address is not None:
+        return f"{options.dtype} dtype, {options.kernels} kernels"
+    kind, dtype = placed("auto", options.compute)
+    by = Counter(resolve(options.kernels, kind, dtype).values())
+    shares = ", ".join(f"{count} of {backend}" for backend, count in by.most_common())
+    return f"{str(dtype).removeprefix('torch.')} on {kind}, kernels: {shares}"
 
 
 def print_plan(
@@ -29,9 +42,9 @@ def print_plan(
     )
     console.print(
         f"  weights   {size_text(summary.text_bytes)} in {summary.shards} "
-        f"shard{'s' if summary.shards > 1 else ''}, {options.dtype} compute, "
-        f"{options.kernels} kernels, {actors}"
+        f"shard{'s' if summary.shards > 1 else ''}, {actors}"
     )
+    console.print(f"  compute   {_compute(options)}")
     state = preflight.state_bytes(config, options.engine(config), 4)
     console.print(
         f"  state     {options.kv_pages} pages of {PAGE_TOKENS} tokens, {options.max_running} "

@@ -176,6 +176,7 @@ class TestRefusals:
         port = str(free_port())  # a dry run checks it too
         code, output = _run(checkpoint, "--dry-run", "--attention-replicas", "3", "--port", port)
         assert code == 0 and "3 attention + 2 expert actors" in output and "7 experts" in output
+        assert "float32 on cpu" in output and "of torch" in output
 
 
 def test_help_is_quick() -> None:
