@@ -20,6 +20,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -29,6 +30,9 @@ settings.register_profile(
     "expertmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.load_profile("expertmesh")
+# It also draws the numbers and words of our own modules, of those that are loaded at the time: what
+# a test tries would depend on the tests its worker has run before.
+providers.is_local_module_file = lambda path: False
 
 # Whole processes, signals and deadlines: in turn, and without xdist after everything else.
 ALONE = ("tests/system/", "tests/actors/exchange/")
