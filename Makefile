@@ -31,6 +31,7 @@ test-kernels: install
 
 # Nightly: 200 seeded kills, stops and scalings under load; about half an hour on two cores.
 chaos: install
+	EXPERTMESH_STORM_STEPS=10000 $(BIN)/python -m pytest tests/actors/exchange/test_storm.py >&2
 	$(BIN)/python -m tests.system.chaos $(ARGS)
 
 lint: install

@@ -34,17 +34,23 @@ settings.load_profile("expertmesh")
 # a test tries would depend on the tests its worker has run before.
 providers.is_local_module_file = lambda path: False
 
-# Whole processes, signals and deadlines: in turn, and without xdist after everything else.
-ALONE = ("tests/system/", "tests/actors/exchange/")
+# Whole processes: after everything else.
+LATE = ("tests/system/", "tests/actors/exchange/")
+# Of those, the ones that hold deaths and hosts against deadlines: in turn, beside the others.
+ALONE = tuple(
+    f"tests/system/test_{name}.py"
+    for name in ("busy", "chaos", "failover", "helm_pods", "hosts", "mesh", "node_scaling",
+                 "scaling", "serve_seats")
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.nodeid.startswith(ALONE))
+    items.sort(key=lambda item: item.nodeid.startswith(LATE))
 
 
 class _Schedule(LoadScopeScheduling):
     """The tests of a file share a worker, and so their fixtures. Those that run in turn go to one
-    worker from the start: they mostly wait, and the other deals with the files meanwhile."""
+    worker from the start: they mostly wait, and the other deals with files meanwhile."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]

@@ -244,6 +244,10 @@ class WholeExpert(_Whole):
         wrong = torch.stack([wrong for _, wrong in self._found]).long()
         rows = torch.stack([served.rows for served in self._served]).unsqueeze(1)
         *found, counts = torch.cat([wrong, rows], 1).t().tolist()
+        if any(map(any, found)):
+            # They find it too, in the replies: which must not be cut off by the end of this epoch.
+            for at, work in self._sent.values():
+                self._wait(work, at, "combine")
         self._raise_wrong([[*map(bool, each)] for each in zip(*found, strict=True)], 0, "dispatch")
         return [
             (served.layer, count, self._clock.seconds(served.began, served.ended))

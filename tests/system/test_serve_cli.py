@@ -288,7 +288,8 @@ def test_stop_during_the_start_leaves_no_process(checkpoint: Path) -> None:
         # Nobody listens yet, and still the port is not to be had.
         assert _run(checkpoint, "--port", port)[0] == 5
         server.signal(signal.SIGTERM)
-        assert server.wait(STOP + 30) in (0, 7), server.output
+        # While Ray connects, its own handler is in place for a moment, and aborts.
+        assert server.wait(STOP + 30) in (0, 7, -signal.SIGABRT), server.output
         assert server.descendants() == {}
 
 
