@@ -120,15 +120,15 @@ def key(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def keyed(folder: Path, key: str) -> Iterator[Server]:
+def keyed(folder: Path, key: str, request: pytest.FixtureRequest) -> Iterator[Server]:
     """From the guide's own command, in its own folder."""
     (line,) = [one.words[2:] for one in commands() if "serve.yaml" in one.words]
-    before = Path.cwd()
     os.chdir(folder)
     try:
         yield from start(*line)
     finally:
-        os.chdir(before)
+        # Not where it was asked for: that test had changed the folder, too.
+        os.chdir(request.config.invocation_params.dir)
 
 
 # --- how a command is checked -------------------------------------------------------------------

@@ -35,6 +35,7 @@ def proxied(model: Path) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryFile("w+") as log:
         driver = subprocess.Popen(
             [sys.executable, "-m", "tests.support.serve_app_driver", str(model), str(port)],
+            cwd=Path(__file__).parents[2],
             env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=log,
