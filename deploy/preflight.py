@@ -135,7 +135,7 @@ def check_graphs(choice: Choice, kernels: str, here: bool) -> None:
     """here: as in check_kernels, which has passed. Raises Refused with the reason."""
     try:
         if here:
-            wanted(choice, kernels, "cuda" if torch.cuda.is_available() else "cpu")
+            wanted(choice, kernels, placed("auto", "auto")[0])
     except GraphsUnavailable as error:
         hint = "`--decode-graphs auto` records them where that can be"
         raise Refused(ExitCode.USAGE, f"--decode-graphs {choice}: {error}", hint) from error
@@ -283,7 +283,6 @@ def plan_memory(
 
 def state_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) -> int:
     """Bytes of one replica's pages and slots."""
-    import torch
 
     dtype = torch.float32 if dtype_bytes == 4 else torch.bfloat16
     return engine.pages * bytes_per_page(config, dtype) + engine.slots * bytes_per_slot(

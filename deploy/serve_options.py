@@ -3,11 +3,12 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.model.graphs import Choice
 from expertmesh.actors.model.loading import Dtype, LoadSettings
 from expertmesh.cluster.autoscaling.settings import (
     AttentionScaling,
@@ -100,8 +101,8 @@ class ServeOptions:
         )
 
     @property
-    def graphs(self) -> Literal["auto", "on", "off"]:
-        return cast(Literal["auto", "on", "off"], self.decode_graphs)
+    def graphs(self) -> Choice:
+        return cast(Choice, self.decode_graphs)
 
     def context(self, config: ModelConfig) -> int:
         """What one request may use: never more than the model knows or all pages hold."""

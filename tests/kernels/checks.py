@@ -32,3 +32,19 @@ def assert_rows_alone(compute: Callable[[Tensor], Tensor], rows: int = 40) -> No
             got = compute(chosen)
             for place, row in enumerate(chosen.tolist()):
                 assert torch.equal(got[place], whole[row]), f"row {row} among {count}"
+
+
+def random_settings(rows: int, vocabulary: int, seed: int) -> tuple[Tensor, ...]:
+    """temperature, top_k, top_p, min_p and uniform of `sample`, each [rows]; some switched off."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand() -> Tensor:
+        return torch.rand(rows, generator=generator)
+
+    return (
+        (rand() * 2 - 0.3).clamp(min=0),
+        torch.randint(-1, vocabulary + 2, (rows,), generator=generator),
+        rand() * 1.4 + 0.01,
+        (rand() - 0.5).clamp(min=0),
+        torch.rand(rows, generator=generator, dtype=torch.float64),
+    )

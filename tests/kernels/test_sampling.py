@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.kernels.sampling import reference, torch_ops
 from expertmesh.kernels.sampling.philox import counter_uniform, philox4x64
-from tests.kernels.checks import assert_close, assert_rows_alone, randn
+from tests.kernels.checks import assert_close, assert_rows_alone, randn, random_settings
 
 NEG = float("-inf")
 
@@ -28,21 +28,6 @@ def settings(
         torch.full((rows,), top_p),
         torch.full((rows,), min_p),
         torch.full((rows,), uniform, dtype=torch.float64),
-    )
-
-
-def random_settings(rows: int, vocabulary: int, seed: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def rand() -> Tensor:
-        return torch.rand(rows, generator=generator)
-
-    return (
-        (rand() * 2 - 0.3).clamp(min=0),
-        torch.randint(-1, vocabulary + 2, (rows,), generator=generator),
-        rand() * 1.4 + 0.01,
-        (rand() - 0.5).clamp(min=0),
-        torch.rand(rows, generator=generator, dtype=torch.float64),
     )
 
 

@@ -6,7 +6,7 @@ from expertmesh.kernels.cases import Case, Make
 from expertmesh.kernels.launch import recording
 from expertmesh.kernels.sampling import reference, torch_ops, triton_ops
 from expertmesh.kernels.sampling.cases import CASES
-from tests.kernels.checks import randn
+from tests.kernels.checks import randn, random_settings
 from tests.kernels.triton_checks import assert_fence, fenced, spread
 
 NEG = float("-inf")
@@ -22,21 +22,6 @@ def settings(*rows: tuple[float, int, float, float, float]) -> Settings:
         torch.tensor(top_p),
         torch.tensor(min_p),
         torch.tensor(uniform, dtype=torch.float64),
-    )
-
-
-def random_settings(rows: int, vocabulary: int, seed: int) -> Settings:
-    generator = torch.Generator().manual_seed(seed)
-
-    def rand() -> Tensor:
-        return torch.rand(rows, generator=generator)
-
-    return (
-        (rand() * 2 - 0.3).clamp(min=0),
-        torch.randint(-1, vocabulary + 2, (rows,), generator=generator),
-        rand() * 1.4 + 0.01,
-        (rand() - 0.5).clamp(min=0),
-        torch.rand(rows, generator=generator, dtype=torch.float64),
     )
 
 
