@@ -11,6 +11,7 @@ import msgspec
 
 from expertmesh.actors.attention.timings import Timings
 from expertmesh.actors.constraint.spec import Constraint
+from expertmesh.actors.state.stats import CacheStats
 
 LOGPROB_FLOOR = -9999.0
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -72,6 +73,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     constraint: the texts that the answer may be. Whoever takes requests from outside has checked
     that it compiles (see actors/constraint/trial.py); one that fails nevertheless ends its request
     with an error.
+
+    tenant: whose cached state it may use and adds to; nobody else's (an API key's name, a salt).
+    session: the tenant's name for the state that the request goes on from, where its prompt begins
+    with that state's tokens, and leaves behind. kv_mode: see StateSettings; "" = the engine's.
     """
 
     request_id: str
@@ -80,6 +85,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = 0
     resume_ids: list[int] = []
     constraint: Constraint | None = None
+    tenant: str = ""
+    session: str = ""
+    kv_mode: str = ""
+
+
+class KvReport(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How a request's old tokens were read, where that was not exactly: mode, bits of what stood
+    for them, pages read exactly and pages taken as an estimate (both summed over steps and layers),
+    and the largest bound on the relative error of an attention output: "certificate" when it is
+    proven, "estimate" when it is not."""
+
+    mode: str
+    bits: float = 0.0
+    read_pages: int = 0
+    estimated_pages: int = 0
+    bound: float = 0.0
+    bound_kind: str = "estimate"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -100,9 +122,10 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     the text, None for the model's own end ids. routed_experts: int16 little-endian
     [positions, MoE layers, top_k] of the positions computed since the last output, from the
     prompt's first on; the last generated token is never computed and has no entry. A resumed
-    request reports neither the prompt nor positions that were reported before. lost: the engine
-    has failed, not the request; another engine can go on with it. error_field: the part of the
-    request that the error is about, where it is the request's own.
+    request reports neither the prompt nor positions that were reported before. cached_tokens: of
+    the prompt, not computed for this request. kv: with the last output, unless all was exact.
+    lost: the engine has failed, not the request; another engine can go on with it. error_field: the
+    part of the request that the error is about, where it is the request's own.
     """
 
     request_id: str
@@ -117,6 +140,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     routed_experts: bytes | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    kv: KvReport | None = None
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -153,4 +177,5 @@ class EngineStats(msgspec.Struct, kw_only=True):
     sample_seconds: float = 0.0
     publish_seconds: float = 0.0
     timings: Timings = msgspec.field(default_factory=Timings)
+    cache: CacheStats = msgspec.field(default_factory=CacheStats)
     failed: str | None = None

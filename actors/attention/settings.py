@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from expertmesh.actors.state.settings import StateSettings
+
 
 class EngineSettings(BaseModel):
     """Fixed for the life of an engine. Sizes that a request must fit are named in its refusal."""
@@ -62,4 +64,7 @@ class EngineSettings(BaseModel):
         "auto",
         description="Whether decode passes are recorded as CUDA graphs and replayed. auto: on a "
         "GPU whose kernels never ask the host. on: refuse to start where that cannot be.",
+    )
+    state: StateSettings = Field(
+        default_factory=StateSettings, description="Prefix cache, tiers below the device, sessions."
     )

@@ -1,0 +1,69 @@
+"""Counters of cached state, as they travel to /metrics and to operators."""
+
+import msgspec
+
+
+class TierStats(msgspec.Struct, kw_only=True):
+    """Of one tier below the device. Bytes are those in use, packed. read_only: why it takes no
+    more, "" when it does. failures: by reason (missing, corrupt, timeout, io, full, busy)."""
+
+    capacity_bytes: int = 0
+    page_bytes: int = 0
+    snapshot_bytes: int = 0
+    other_bytes: int = 0
+    raw_bytes: int = 0  # of the same items before packing
+    items: int = 0
+    pinned: int = 0
+    hits: int = 0
+    misses: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    writes: int = 0
+    write_bytes: int = 0
+    write_seconds: float = 0.0
+    evictions: int = 0
+    refused: int = 0
+    queued: int = 0
+    failures: dict[str, int] = msgspec.field(default_factory=dict)
+    read_only: str = ""
+
+
+class StoreStats(msgspec.Struct, kw_only=True):
+    """threads_dead: background threads that have ended by an error; must be 0."""
+
+    host: TierStats = msgspec.field(default_factory=TierStats)
+    disk: TierStats = msgspec.field(default_factory=TierStats)
+    threads_dead: int = 0
+
+
+class CacheStats(msgspec.Struct, kw_only=True):
+    """Of the prefix cache on the device, with the tiers below it.
+
+    queries, hits: tokens of prompts looked up, and of those not computed again; hits by the tier
+    that they came from. ceiling: share of prompt tokens that a cache without limits would have
+    known. recomputed_state: tokens whose latents were known and whose recurrent state was not.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    hits_by_tier: dict[str, int] = msgspec.field(default_factory=dict)
+    ceiling: float = 0.0
+    recomputed_state: int = 0
+    nodes: int = 0
+    cached_pages: int = 0
+    snapshots: int = 0
+    snapshots_total: int = 0
+    snapshot_bytes: int = 0
+    evicted_pages: int = 0
+    evicted_snapshots: int = 0
+    loads: int = 0
+    loads_failed: int = 0
+    load_seconds: float = 0.0
+    loading: int = 0
+    checkpoints: int = 0
+    sessions: int = 0
+    selected_pages: int = 0  # read exactly by query-driven steps
+    skipped_pages: int = 0  # taken as an estimate by them
+    store: StoreStats = msgspec.field(default_factory=StoreStats)

@@ -1,0 +1,100 @@
+"""What the engine asks of the tiers below the device. `tiers/` implements it.
+
+All calls come from the engine's thread and none of them blocks on a lock, a device or a disk.
+Everything that fails is a miss: the engine recomputes, and the store counts why.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from expertmesh.actors.state.item import Header, Item, Name, Tier
+from expertmesh.actors.state.stats import StoreStats
+
+
+class Loaded(Protocol):
+    """A verified item in host memory, perhaps still packed. It belongs to its fetch."""
+
+    @property
+    def header(self) -> Header: ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether it gives back the bytes that were stored."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of what was read."""
+        ...
+
+    @property
+    def tier(self) -> Tier: ...
+
+    def layer(self, part: int, index: int, out: Tensor) -> None:
+        """Writes layer `index` of part `part` into `out`, on any device. Cannot fail: it was
+        verified before. Any thread; calls for different layers may run at the same time."""
+        ...
+
+
+class Fetch(Protocol):
+    """One load of several items, all or nothing, with a deadline."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def items(self) -> list[Loaded] | None:
+        """In the order asked for; None when any of them could not be had. Only when done."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why items is None: missing, corrupt, timeout, cancelled, busy."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody wants it any more; what it holds is let go. Idempotent, also when done."""
+        ...
+
+
+class Store(Protocol):
+    def where(self, name: Name) -> Tier | None:
+        """The highest tier that has it, as far as is known without looking; "hot" is never the
+        answer. None also for what failed to load lately."""
+        ...
+
+    def put(self, item: Item, *, durable: bool = False, pinned: bool = False) -> bool:
+        """Takes an item over. False: no room or no time, it is not stored. durable: on to the disk
+        without waiting for a second use. pinned: never evicted from where it is until unpinned."""
+        ...
+
+    def fetch(self, names: Sequence[Name], timeout_s: float, exact: bool = True) -> Fetch:
+        """Starts to load. Loads of the same item share one read. `wake` (of the constructor) is
+        called when done. exact: what can only be had approximately is missing."""
+        ...
+
+    def load_seconds(self, names: Sequence[Name]) -> float:
+        """Estimate from the measured bandwidth of the tiers and what is queued there."""
+        ...
+
+    def flush(self) -> Fetch:
+        """Done when everything put as durable before is on disk and synced; items is [] then."""
+        ...
+
+    def unpin(self, names: Sequence[Name]) -> None: ...
+
+    def drop(self, names: Sequence[Name]) -> None:
+        """Removes items from every tier, such as a checkpoint that a newer one replaces."""
+        ...
+
+    def look(self) -> None:
+        """Takes note, in the background, of what other replicas have written to the disk."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Writes what is durable, ends the threads. Idempotent."""
+        ...
