@@ -6,8 +6,9 @@ decode path, which is what makes a replay after preemption bit-exact.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ class Span:
 
     slot: the sequence's KDA state slot. row: its first row in the batch. length: tokens.
     position: absolute position of the first token. pages: the sequence's page numbers, enough
-    to cover position + length tokens. decode: a single generated token.
+    to cover position + length tokens. decode: a single generated token. saves: (position, snapshot
+    slot) in ascending order: what the state is there, behind position and on the 64-token grid, is
+    copied to that snapshot while the span is computed; prompt spans only.
     """
 
     slot: int
@@ -34,6 +37,7 @@ class Span:
     position: int
     pages: list[int]
     decode: bool
+    saves: tuple[tuple[int, int], ...] = ()
 
     def cache_rows(self) -> np.ndarray:
         """Rows of the flat latent cache these tokens are written to, int64 [length]."""
@@ -121,12 +125,36 @@ class Batch:
             return None
         wanted = self.logit_rows_R
         left = Batch(self.token_ids_T[:taken], self.spans[:count], wanted[wanted < taken])
-        right_spans = [
-            Span(s.slot, s.row - taken, s.length, s.position, s.pages, s.decode)
-            for s in self.spans[count:]
-        ]
+        right_spans = [replace(s, row=s.row - taken) for s in self.spans[count:]]
         right = Batch(self.token_ids_T[taken:], right_spans, wanted[wanted >= taken] - taken)
         return left, right
+
+
+class KdaRound(NamedTuple):
+    """Pieces of prompts that one call computes: (slot, first row, end row, position). Then saves:
+    (slot, snapshot slot), states to be copied before the next round changes them."""
+
+    spans: list[tuple[int, int, int, int]]
+    saves: list[tuple[int, int]]
+
+
+def kda_rounds(prefill: Sequence[Span]) -> list[KdaRound]:
+    """Prompt spans cut where their state is saved. Cuts on the grid change no bits; a step without
+    saves is one round."""
+    rounds: list[KdaRound] = []
+    for span in prefill:
+        begin, end = span.position, span.position + span.length
+        stops = [*span.saves, (end, NO_SLOT)]
+        for number, (stop, saved) in enumerate(stops):
+            if number == len(rounds):
+                rounds.append(KdaRound([], []))
+            row = span.row + begin - span.position
+            if stop > begin:
+                rounds[number].spans.append((span.slot, row, row + stop - begin, begin))
+            if saved != NO_SLOT:
+                rounds[number].saves.append((span.slot, saved))
+            begin = stop
+    return rounds
 
 
 def _used(span: Span) -> int:
@@ -158,7 +186,7 @@ class Words:
             lengths,
             table.view(self.decode, -1) if self.decode else table.view(0, 0),
             logit_rows,
-            [(s.slot, s.row, s.row + s.length, s.position) for s in prefill],
+            kda_rounds(prefill),
             [
                 MlaSpan(s.row, s.row + s.length, s.position, listed)
                 for s, listed in zip(prefill, pages, strict=True)
@@ -172,7 +200,7 @@ class Inputs:
     rows, R rows whose logits are wanted, N pages of the longest decode row.
 
     cache_rows_T: where a row's latents are written. lengths_D: context of a decode row, the new
-    token included. kda_spans: (slot, first row, end row, position) of each prompt piece.
+    token included. kda_rounds: the prompt pieces, in the order in which they are computed.
     """
 
     token_ids_T: Tensor
@@ -181,7 +209,7 @@ class Inputs:
     lengths_D: Tensor
     page_table_DN: Tensor
     logit_rows_R: Tensor
-    kda_spans: list[tuple[int, int, int, int]]
+    kda_rounds: list[KdaRound]
     mla_spans: list[MlaSpan]
 
     @property

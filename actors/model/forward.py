@@ -110,10 +110,12 @@ class Forward:
 
     def _attend(self, i: int, residual: Residual) -> None:
         model, inputs, state = self._model, self._inputs, self._state
+        state.wait(i)
         attention, at = model.attention[i], model.state_index[i]
         x_TH = residual.attention_input(i, model.norms[i][0], model.config.rms_norm_eps)
         if isinstance(attention, Kda):
-            residual.add_attention(attention(x_TH, inputs, state.conv[at], state.kda[at]))
+            saved = state.saved_conv[at], state.saved_kda[at]
+            residual.add_attention(attention(x_TH, inputs, state.conv[at], state.kda[at], saved))
         else:
             residual.add_attention(attention(x_TH, inputs, self._plan, state.caches[at]))
 

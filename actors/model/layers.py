@@ -61,7 +61,15 @@ class Kda:
         self.w_norm = f32("o_norm.weight")
         self.out = pack(read("o_proj.weight"))
 
-    def __call__(self, x_TH: Tensor, inputs: Inputs, conv: Tensor, state: Tensor) -> Tensor:
+    def __call__(
+        self,
+        x_TH: Tensor,
+        inputs: Inputs,
+        conv: Tensor,
+        state: Tensor,
+        saved: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """saved: snapshots of conv and state, written as inputs.kda_rounds says."""
         rows, decode = x_TH.shape[0], inputs.decode
         qkv, gate, decay, beta = split(self.project(x_TH), self.widths, dim=1)
         z_THD = self.decay_up(decay).view(rows, self.heads, self.dim)
@@ -84,8 +92,11 @@ class Kda:
                 o_THD[:d] = self.kernels.kda_decode(
                     qkv[:d], z_THD[:d], beta[:d], *constants, inputs.slots_D
                 )
-            if inputs.kda_spans:
-                o_THD += self.kernels.kda_prefill(qkv, z_THD, beta, *constants, inputs.kda_spans)
+            for spans, saves in inputs.kda_rounds:
+                if spans:
+                    o_THD += self.kernels.kda_prefill(qkv, z_THD, beta, *constants, spans)
+                for slot, snapshot in saves:
+                    saved[0][snapshot], saved[1][snapshot] = conv[slot], state[slot]
         gate_THD = gate.view(rows, self.heads, self.dim)
         o_THD = self.kernels.gated_rms_norm(o_THD.type_as(x_TH), self.w_norm, gate_THD, self.eps)
         # The norm's weight is fp32 in the checkpoint and lifts the product to fp32.

@@ -135,8 +135,8 @@ class Model:
             else:
                 self.ffn.append(Gated(kernels, _below(read, f"{below}mlp."), glu_of(config)))
 
-    def new_state(self, pages: int, slots: int) -> ModelState:
-        return ModelState(self.config, pages, slots, self.dtype, self.device)
+    def new_state(self, pages: int, slots: int, snapshots: int = 0) -> ModelState:
+        return ModelState(self.config, pages, slots, self.dtype, self.device, snapshots)
 
     @torch.inference_mode()
     def forward(
