@@ -1,0 +1,11 @@
+"""Whose cached state and sessions a request may use."""
+
+from expertmesh.deploy.auth.keys import ApiKey
+
+
+def tenant_of(key: ApiKey | None, cache_salt: str | None = None) -> str:
+    """The name that keys all hash chains of the request. Injective: no key's name has a slash.
+
+    key: None where no keys are needed: then everybody with the same salt is one tenant.
+    """
+    return f"{'' if key is None else key.name}/{cache_salt or ''}"
