@@ -101,4 +101,5 @@ def merge(outputs: list[TokenOutput]) -> TokenOutput:
         routed_experts=b"".join(routed) if routed else None,
         prompt_tokens=last.prompt_tokens,
         cached_tokens=max(output.cached_tokens for output in outputs),
+        kv=next((out.kv for out in reversed(outputs) if out.kv is not None), None),
     )

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from expertmesh.actors.state.settings import KvMode
+
 Finish = Literal["stop", "length", "tool_calls"]
 Logprob = Annotated[float, Field(ge=-9999, le=0)]
 Byte = Annotated[int, Field(ge=0, le=255)]
@@ -56,12 +58,26 @@ class CompletionUsage(Answer):
     prompt_tokens_details: PromptDetails
 
 
+class KvRead(Answer):
+    """How a choice read its old tokens, where not exactly: bits of what stood for them, pages read
+    exactly and pages taken as an estimate (over steps and layers), and the largest bound on the
+    relative error of an attention output, which is proven when bound_kind is "certificate"."""
+
+    mode: KvMode
+    bits: Annotated[float, Field(ge=0)]
+    read_pages: Count
+    estimated_pages: Count
+    bound: Annotated[float, Field(ge=0)]
+    bound_kind: Literal["certificate", "estimate"]
+
+
 class Ended(Answer):
     """What only a finished choice has. stop_reason: the stop string or token id that ended it.
-    routed_experts: base64 of a .npy file."""
+    routed_experts: base64 of a .npy file. kv: absent where old tokens were read exactly."""
 
     stop_reason: str | int | None = None
     routed_experts: str = ""
+    kv: KvRead | None = None
     token_ids: list[int] = []
     prompt_token_ids: list[int] = []
 

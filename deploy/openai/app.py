@@ -15,6 +15,7 @@ from starlette.responses import Response
 from expertmesh import __version__
 from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.auth.guard import KeyGuard
+from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.auth.origins import Origins
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.observability.page import Dashboard
@@ -40,7 +41,7 @@ from expertmesh.deploy.openai.sampling import check_ids, check_model
 Model = TypeVar("Model", bound=Strict)
 Tokenizing = TypeVar("Tokenizing", TokenizeRequest, DetokenizeRequest)
 # A checked request as its generation, and whether the edge may end it early (stop strings).
-Prepare = Callable[[dict[str, Any]], tuple[Generation, bool]]
+Prepare = Callable[[dict[str, Any], ApiKey | None], tuple[Generation, bool]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
@@ -167,16 +168,16 @@ class Endpoints:
         self._served = front.served
 
     async def completions(self, request: Request) -> Response:
-        def prepare(body: dict[str, Any]) -> tuple[Generation, bool]:
+        def prepare(body: dict[str, Any], key: ApiKey | None) -> tuple[Generation, bool]:
             parsed = _validate(CompletionRequest, body)
-            return completions.prepare(parsed, self._served), bool(parsed.stop)
+            return completions.prepare(parsed, self._served, key), bool(parsed.stop)
 
         return await self._generate(request, prepare)
 
     async def chat(self, request: Request) -> Response:
-        def prepare(body: dict[str, Any]) -> tuple[Generation, bool]:
+        def prepare(body: dict[str, Any], key: ApiKey | None) -> tuple[Generation, bool]:
             parsed = _validate(ChatRequest, body)
-            return chat.prepare(parsed, self._served), bool(parsed.stop)
+            return chat.prepare(parsed, self._served, key), bool(parsed.stop)
 
         return await self._generate(request, prepare)
 
@@ -188,7 +189,7 @@ class Endpoints:
                 body, heavy = await self._body(request)
                 body.setdefault("request_id", request.state.request_id)
                 generation, early_stop = (
-                    await asyncio.to_thread(prepare, body) if heavy else prepare(body)
+                    await asyncio.to_thread(prepare, body, key) if heavy else prepare(body, key)
                 )
                 await constraints.admit(generation.grammars, self._served)
         except ApiError as error:

@@ -16,6 +16,7 @@ from expertmesh.actors.model.chat import (
 )
 from expertmesh.actors.model.stop_strings import StopStringMatcher
 from expertmesh.actors.model.tokenizer import Tokenizer
+from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.openai import constraints
 from expertmesh.deploy.openai.errors import bad
 from expertmesh.deploy.openai.generation import Generation
@@ -32,8 +33,9 @@ from expertmesh.deploy.openai.served import ServedModel
 DEFAULT_EFFORT = "max"
 
 
-def prepare(request: ChatRequest, served: ServedModel) -> "ChatGeneration":
-    """Checks everything, renders and tokenises. Touches no event loop. Raises ApiError."""
+def prepare(request: ChatRequest, served: ServedModel, key: ApiKey | None) -> "ChatGeneration":
+    """Checks everything, renders and tokenises. Touches no event loop. key: see Generation. Raises
+    ApiError."""
     check_request(request, served, 1)
     _check_logprobs(request, served)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -42,7 +44,7 @@ def prepare(request: ChatRequest, served: ServedModel) -> "ChatGeneration":
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise bad("max_tokens and max_completion_tokens disagree", "max_completion_tokens")
-    return ChatGeneration(request, served)
+    return ChatGeneration(request, served, key)
 
 
 def _check_logprobs(request: ChatRequest, served: ServedModel) -> None:
@@ -207,8 +209,8 @@ class ChatChoice:
 class ChatGeneration(Generation):
     """The state of one chat request."""
 
-    def __init__(self, request: ChatRequest, served: ServedModel) -> None:
-        super().__init__(request, served, "chatcmpl", "chat.completion")
+    def __init__(self, request: ChatRequest, served: ServedModel, key: ApiKey | None) -> None:
+        super().__init__(request, served, key, "chatcmpl", "chat.completion")
         thinking = effort(request.chat_template_kwargs, request.reasoning_effort)
         turn = _turn(request, thinking, served)
         self._prompt_ids = turn.prompt_ids
@@ -225,8 +227,9 @@ class ChatGeneration(Generation):
         if request.logprobs:
             self._top = min(request.top_logprobs or 0, served.vocab_size)
         for one in generate_requests(
-            request, self.internal_id, self._prompt_ids, budget, self._top, None, turn.constraint
-        ):
+            request, self.internal_id, self.tenant, self._prompt_ids, budget, self._top, None,
+            turn.constraint,
+        ):  # fmt: skip
             self.add(one)
         tokenizer = chat_tokenizer(served)
         self._choices = [
@@ -301,10 +304,7 @@ class ChatGeneration(Generation):
     def _end(self, index: int) -> dict[str, Any]:
         choice = self._choices[index]
         end: dict[str, Any] = {"finish_reason": choice.finish, "stop_reason": choice.stop_reason}
-        routed = self.routed_experts(index)
-        if routed is not None:
-            end["routed_experts"] = routed
-        return end
+        return end | self.ending(index)
 
     def choice(self, index: int) -> dict[str, Any]:
         deltas = self._deltas[index]

@@ -7,6 +7,7 @@ import orjson
 
 from expertmesh.actors.attention.messages import TokenLogprobs, TokenOutput
 from expertmesh.actors.model.tokenizer import IncrementalDetokenizer
+from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.openai import constraints
 from expertmesh.deploy.openai.choice import ChoiceText, TextDelta
 from expertmesh.deploy.openai.errors import bad
@@ -35,9 +36,11 @@ class Prompt:
     offsets: list[int]
 
 
-def prepare(request: CompletionRequest, served: ServedModel) -> "CompletionGeneration":
+def prepare(
+    request: CompletionRequest, served: ServedModel, key: ApiKey | None
+) -> "CompletionGeneration":
     """Checks everything and tokenises. Touches no event loop, so that a large request can be
-    prepared in a thread. Raises ApiError."""
+    prepared in a thread. key: see Generation. Raises ApiError."""
     check_request(request, served, len(request.prompt))
     if request.logprobs is not None and request.logprobs > served.limits.logprobs:
         raise bad(
@@ -46,7 +49,7 @@ def prepare(request: CompletionRequest, served: ServedModel) -> "CompletionGener
         )
     if request.best_of not in (None, request.n):
         raise bad(f"best_of must equal n ({request.n}): all answers made are given", "best_of")
-    return CompletionGeneration(request, served)
+    return CompletionGeneration(request, served, key)
 
 
 def read_prompts(request: CompletionRequest, served: ServedModel) -> list[Prompt]:
@@ -93,8 +96,8 @@ def _echoed(
 class CompletionGeneration(Generation):
     """The state of one completions request."""
 
-    def __init__(self, request: CompletionRequest, served: ServedModel) -> None:
-        super().__init__(request, served, "cmpl", "text_completion")
+    def __init__(self, request: CompletionRequest, served: ServedModel, key: ApiKey | None) -> None:
+        super().__init__(request, served, key, "cmpl", "text_completion")
         self._echo = request.echo
         self._return_ids = request.return_token_ids or served.tokenizer is None
         top = request.logprobs
@@ -113,6 +116,7 @@ class CompletionGeneration(Generation):
             for one in generate_requests(
                 request,
                 f"{self.internal_id}-{number}",
+                self.tenant,
                 prompt.ids,
                 budget,
                 logprobs=top,
@@ -195,19 +199,12 @@ class CompletionGeneration(Generation):
             "finish_reason": delta.finish,
         }
         if delta.finish is not None:
-            rest |= self._extras(index, delta)
+            rest |= {"stop_reason": delta.stop_reason} | self.ending(index)
         if self._return_ids:
             rest["token_ids"] = delta.token_ids
             if first:
                 rest["prompt_token_ids"] = self._prompts[index].ids
         return head + b"," + orjson.dumps(rest)[1:] + b"]}\n\n"
-
-    def _extras(self, index: int, end: TextDelta) -> dict[str, Any]:
-        extras: dict[str, Any] = {"stop_reason": end.stop_reason}
-        routed = self.routed_experts(index)
-        if routed is not None:
-            extras["routed_experts"] = routed
-        return extras
 
     def choice(self, index: int) -> dict[str, Any]:
         end, logprobs = self._ends[index], self._logprobs[index]
@@ -217,7 +214,8 @@ class CompletionGeneration(Generation):
             "text": "".join(self._parts[index]),
             "logprobs": None if logprobs is None else logprobs.take(),
             "finish_reason": end.finish,
-        } | self._extras(index, end)
+            "stop_reason": end.stop_reason,
+        } | self.ending(index)
         if self._return_ids:
             out["token_ids"] = self._ids[index]
             out["prompt_token_ids"] = self._prompts[index].ids

@@ -7,6 +7,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 # Printable ASCII, bounded: a request's id goes back in headers and answers, and into logs.
 USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
+# Part of a path (/v1/sessions/ID), which clients normalise: no slash, no leading dot.
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 INT64 = 2**63
 
@@ -40,6 +42,12 @@ def _integer_keys(value: Any) -> Any:
 def _usable_id(value: Any) -> Any:
     if isinstance(value, str) and not USABLE_ID.fullmatch(value):
         raise ValueError("must be 1 to 256 printable ASCII characters without spaces")
+    return value
+
+
+def _session_id(value: Any) -> Any:
+    if isinstance(value, str) and not SESSION_ID.fullmatch(value):
+        raise ValueError("must be 1 to 128 letters, digits and ._:@-, the first no sign")
     return value
 
 
@@ -102,6 +110,11 @@ RequestId = Annotated[
     BeforeValidator(_usable_id),
     Field(min_length=1, max_length=256),
     WithJsonSchema({"type": "string", "pattern": f"^{USABLE_ID.pattern}$"}),
+]
+SessionId = Annotated[
+    str,
+    BeforeValidator(_session_id),
+    WithJsonSchema({"type": "string", "pattern": f"^{SESSION_ID.pattern}$"}),
 ]
 Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
 TokenCount = Annotated[int, Field(ge=0, lt=INT64)]

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import orjson
 
-from expertmesh.actors.attention.messages import GenerateRequest, TokenOutput
+from expertmesh.actors.attention.messages import GenerateRequest, KvReport, TokenOutput
 from expertmesh.actors.constraint.spec import Constraint
+from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.openai.protocol import SamplingRequest
 from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.openai.tenant import tenant_of
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -33,9 +35,16 @@ class Generation(ABC):
     """
 
     def __init__(
-        self, request: SamplingRequest, served: ServedModel, prefix: str, kind: str
+        self,
+        request: SamplingRequest,
+        served: ServedModel,
+        key: ApiKey | None,
+        prefix: str,
+        kind: str,
     ) -> None:
+        """key: whose request it is, where keys are needed; its cached state is nobody else's."""
         self.served = served
+        self.tenant = tenant_of(key, request.cache_salt)
         self.stream = request.stream
         self.include_usage = request.include_usage
         self._running_usage = request.continuous_usage
@@ -48,7 +57,8 @@ class Generation(ABC):
         self.arrived = time.perf_counter()
         self.first_token_at: float | None = None
         self.prompt_tokens: dict[int, int] = {}
-        self.cached_tokens: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._kv: dict[int, KvReport] = {}
         self.completion_tokens = 0
         self._want_routed = request.return_routed_experts
         self._routed: dict[int, list[bytes]] = {}
@@ -102,14 +112,29 @@ class Generation(ABC):
         """Choice `index` of the plain answer."""
 
     def account(self, index: int, output: TokenOutput, tokens: int) -> None:
-        """Usage. tokens: how many of the output's ids count (a stop string cuts)."""
+        """Usage, and what is reported at the end. tokens: how many of the output's ids count (a
+        stop string cuts)."""
         if tokens and self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.completion_tokens += tokens
-        prompt = index // self.n
-        self.cached_tokens[prompt] = max(self.cached_tokens.get(prompt, 0), output.cached_tokens)
+        self._cached[index] = max(self._cached.get(index, 0), output.cached_tokens)
+        if output.kv is not None:
+            self._kv[index] = output.kv
         if self._want_routed and output.routed_experts:
             self._routed.setdefault(index, []).append(output.routed_experts)
+
+    def kv_report(self, index: int) -> KvReport | None:
+        """How choice `index` read old tokens, None where that was exact."""
+        return self._kv.get(index)
+
+    def ending(self, index: int) -> dict[str, Any]:
+        """What only a finished choice has, where there is something to tell."""
+        out: dict[str, Any] = {}
+        if (routed := self.routed_experts(index)) is not None:
+            out["routed_experts"] = routed
+        if (report := self.kv_report(index)) is not None:
+            out["kv"] = {name: getattr(report, name) for name in report.__struct_fields__}
+        return out
 
     def routed_experts(self, index: int) -> str | None:
         """base64 of a .npy file, int16 [tokens, MoE layers, top_k], or None when not asked for.
@@ -123,13 +148,22 @@ class Generation(ABC):
         np.save(file, flat.reshape(-1, self.served.moe_layers, self.served.top_k))
         return b64encode(file.getvalue()).decode()
 
+    def _cached_tokens(self) -> int:
+        """Of all prompts. One that a choice has computed counts as computed, although the prompt's
+        other choices found it in the cache then."""
+        least: dict[int, int] = {}
+        for index, cached in self._cached.items():
+            prompt = index // self.n
+            least[prompt] = min(cached, least.get(prompt, cached))
+        return sum(least.values())
+
     def usage(self) -> dict[str, Any]:
         prompt = sum(self.prompt_tokens.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
         }
 
     def closing(self) -> bytes:

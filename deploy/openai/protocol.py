@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
+from expertmesh.actors.state.settings import KvMode
 from expertmesh.deploy.openai import chat_schema
 from expertmesh.deploy.openai.fields import (
     LogitBias,
@@ -13,6 +14,7 @@ from expertmesh.deploy.openai.fields import (
     Prompts,
     RequestId,
     Seed,
+    SessionId,
     Texts,
     TokenCount,
 )
@@ -99,7 +101,7 @@ class SamplingRequest(Strict):
     # reader looking for a spelling mistake.
     unsupported: ClassVar[tuple[str, ...]] = (
         "suffix", "functions", "function_call", "modalities", "audio", "prediction",
-        "session_id", "prompt_logprobs", "web_search_options", "bad_words",
+        "prompt_logprobs", "web_search_options", "bad_words",
         "use_beam_search", "length_penalty", "truncate_prompt_tokens", "add_special_tokens",
         "allowed_token_ids", "logits_processors", "kv_transfer_params", "service_tier", "store",
         "metadata", "verbosity", "continue_final_message", "add_generation_prompt", "documents",
@@ -135,8 +137,12 @@ class SamplingRequest(Strict):
     structured_outputs: StructuredOutputs | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     request_id: RequestId | None = None
-    # Keeps what is cached of a prompt from other salts. Nothing is shared between requests here.
+    # What is cached of a prompt is used by requests with the same key and the same salt only.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    # How old tokens are read; see StateSettings. None: as the server is set.
+    kv_mode: KvMode | None = None
+    # The state that the request goes on from, where its prompt begins so, and leaves behind.
+    session_id: SessionId | None = None
     priority: Annotated[int, Field(ge=-(10**6), le=10**6)] = 0
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

@@ -30,6 +30,11 @@ def check_request(request: SamplingRequest, served: ServedModel, prompts: int) -
             f"at most {limits.choices} are served at once",
             "n",
         )
+    if request.session_id is not None and request.n * prompts > 1:
+        raise bad(
+            f"a session goes on with one answer, and this request makes {request.n * prompts}",
+            "session_id",
+        )
     if request.top_k == 0:
         raise bad("top_k must be -1 (off) or at least 1", "top_k")
     if len(request.stop_token_ids) > limits.stop_token_ids:
@@ -119,6 +124,7 @@ def token_budget(
 def generate_requests(
     request: SamplingRequest,
     internal_id: str,
+    tenant: str,
     prompt_ids: list[int],
     max_tokens: int,
     logprobs: int | None,
@@ -126,7 +132,8 @@ def generate_requests(
     constraint: Constraint | None = None,
 ) -> list[GenerateRequest]:
     """n engine requests for one prompt. Choice i of a seeded request uses seed + i, so that the
-    first choice equals an n=1 answer and the others differ from it. constraint: of each answer."""
+    first choice equals an n=1 answer and the others differ from it. tenant: as tenant_of has it.
+    constraint: of each answer."""
     out = []
     for index in range(request.n):
         params = SamplingParams(
@@ -150,6 +157,15 @@ def generate_requests(
         )
         name = f"{internal_id}-{index}"
         out.append(
-            GenerateRequest(name, prompt_ids, params, request.priority, constraint=constraint)
+            GenerateRequest(
+                name,
+                prompt_ids,
+                params,
+                request.priority,
+                constraint=constraint,
+                tenant=tenant,
+                session=request.session_id or "",
+                kv_mode=request.kv_mode or "",
+            )
         )
     return out

@@ -96,6 +96,10 @@ class Answer:
         routed = self._generation.routed_experts(index)
         if routed is not None:
             complete.routed_experts = b64decode(routed)
+        report = self._generation.kv_report(index)
+        if report is not None:
+            fields = {name: getattr(report, name) for name in report.__struct_fields__}
+            complete.kv.CopyFrom(pb.KvReport(**fields))
         return pb.GenerateResponse(request_id=self._id, complete=complete)
 
 

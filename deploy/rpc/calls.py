@@ -90,10 +90,11 @@ class Call:
         try:
             async with asyncio.timeout(served.limits.request_seconds):
                 with front.admission.reading(self._key):
+                    arguments = self._request, served, self._key
                     if heavy:
-                        generation = await asyncio.to_thread(prepare, self._request, served)
+                        generation = await asyncio.to_thread(prepare, *arguments)
                     else:
-                        generation = prepare(self._request, served)
+                        generation = prepare(*arguments)
                     await constraints.admit(generation.grammars, served)
                 async with front.admission.turn(
                     self._key, generation.requests, lambda: generation.completion_tokens

@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import ValidationError
 
+from expertmesh.deploy.auth.keys import ApiKey
 from expertmesh.deploy.openai import completions
 from expertmesh.deploy.openai.completions import CompletionGeneration
 from expertmesh.deploy.openai.errors import bad, from_validation
@@ -15,12 +16,16 @@ from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.rpc.v1 import engine_pb2 as pb
 
 # Outside of sampling_params, with the HTTP field's own name.
-_TOP_LEVEL = ("model", "request_id", "priority", "stream", "return_routed_experts")
+_STATE = ("cache_salt", "kv_mode", "session_id")
+_TOP_LEVEL = ("model", "request_id", "priority", "stream", "return_routed_experts", *_STATE)
 
 
-def prepare(request: pb.GenerateRequest, served: ServedModel) -> CompletionGeneration:
+def prepare(
+    request: pb.GenerateRequest, served: ServedModel, key: ApiKey | None
+) -> CompletionGeneration:
     """Checks everything and tokenises. Touches no event loop, so that a large request can be
-    prepared in a thread. Raises ApiError with the HTTP API's names; see `field_name`."""
+    prepared in a thread. key: see Generation. Raises ApiError with the HTTP API's names; see
+    `field_name`."""
     _refuse_unknown(request, "")
     params = request.sampling_params
     body = _sampling(params) | {"prompt": _prompt(request, served)}
@@ -31,11 +36,12 @@ def prepare(request: pb.GenerateRequest, served: ServedModel) -> CompletionGener
     body["return_routed_experts"] = request.return_routed_experts
     if request.request_id:
         body["request_id"] = request.request_id
+    body |= {field.name: value for field, value in request.ListFields() if field.name in _STATE}
     try:
         parsed = CompletionRequest.model_validate(body)
     except ValidationError as error:
         raise from_validation(error) from None
-    generation = completions.prepare(parsed, served)
+    generation = completions.prepare(parsed, served, key)
     if prompt_logprobs is not None:
         _score_prompt(generation, prompt_logprobs, served)
     return generation

@@ -53,7 +53,7 @@ def test_unknown_field_is_named(door: Door, path: str) -> None:
     assert error["param"] == "stream_options.usage"
 
 
-@pytest.mark.parametrize("field", ["session_id", "suffix", "functions"])
+@pytest.mark.parametrize("field", ["suffix", "functions"])
 def test_known_but_unsupported_field_says_so(door: Door, field: str) -> None:
     error = door.refused(COMPLETIONS, prompt="x", **{field: {}})
     assert error["param"] == field and "not supported yet" in error["message"]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from expertmesh.actors.attention.messages import (
     EngineStats,
     GenerateRequest,
+    KvReport,
     TokenLogprobs,
     TokenOutput,
 )
@@ -37,7 +38,8 @@ class FakeEngineClient:
     """Emits the script's ids, one output per token, `seconds` apart.
 
     Public knobs: `script`, `seconds`, `fail_after` (tokens until an error output), `down` (the
-    reason `ready` gives), `refuse` (raised by generate), `gate` (an Event every token waits for).
+    reason `ready` gives), `refuse` (raised by generate), `gate` (an Event every token waits for),
+    `cached` (prompt tokens that were not computed, per request), `kv` (how old ones were read).
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class FakeEngineClient:
         self.down = ""
         self.refuse: Exception | None = None
         self.gate: asyncio.Event | None = None
+        self.cached: Callable[[GenerateRequest], int] = lambda request: 0
+        self.kv: KvReport | None = None
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.running = 0
@@ -98,6 +102,8 @@ class FakeEngineClient:
                 finish_reason=finish,  # type: ignore[arg-type]
                 stop_reason=stop_reason,
                 prompt_tokens=len(request.prompt_ids),
+                cached_tokens=self.cached(request),
+                kv=self.kv,
             )  # fmt: skip
             prompt_logprobs = None
             self.counters.generation_tokens += len(ids)

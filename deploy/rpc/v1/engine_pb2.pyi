@@ -309,6 +309,9 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    KV_MODE_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 256 printable ASCII characters without spaces. Unset or empty: the server makes one. Two
     live calls may have the same; they share nothing but what Abort does to both.
@@ -323,6 +326,19 @@ class GenerateRequest(_message.Message):
     """Lower is served first, -1,000,000 to 1,000,000. Default 0."""
     return_routed_experts: _builtins.bool
     """Whether `complete` reports which experts each token went to. Default false."""
+    cache_salt: _builtins.str
+    """1 to 256 characters. What is cached of a prompt is used by requests with the same API key and
+    the same salt only. Default: no salt.
+    """
+    kv_mode: _builtins.str
+    """How old tokens are read: "exact", "offload" (from host memory, to the same bits) or "select"
+    (from host memory, those that matter; an estimate). Default: as the server is set.
+    """
+    session_id: _builtins.str
+    """1 to 128 letters, digits and ._:@- beginning with a letter or a digit: the caller's name for
+    the state that the request goes on from, where its prompt begins with that state's tokens, and
+    leaves behind. With n of 1 only. Default: none.
+    """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput:
         """As token ids."""
@@ -342,11 +358,18 @@ class GenerateRequest(_message.Message):
         model: _builtins.str | None = ...,
         priority: _builtins.int | None = ...,
         return_routed_experts: _builtins.bool | None = ...,
+        cache_salt: _builtins.str | None = ...,
+        kv_mode: _builtins.str | None = ...,
+        session_id: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "_return_routed_experts", b"_return_routed_experts", "_sampling_params", b"_sampling_params", "_stream", b"_stream", "input", b"input", "model", b"model", "priority", b"priority", "request_id", b"request_id", "return_routed_experts", b"return_routed_experts", "sampling_params", b"sampling_params", "stream", b"stream", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_kv_mode", b"_kv_mode", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "_return_routed_experts", b"_return_routed_experts", "_sampling_params", b"_sampling_params", "_session_id", b"_session_id", "_stream", b"_stream", "cache_salt", b"cache_salt", "input", b"input", "kv_mode", b"kv_mode", "model", b"model", "priority", b"priority", "request_id", b"request_id", "return_routed_experts", b"return_routed_experts", "sampling_params", b"sampling_params", "session_id", b"session_id", "stream", b"stream", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "_return_routed_experts", b"_return_routed_experts", "_sampling_params", b"_sampling_params", "_stream", b"_stream", "input", b"input", "model", b"model", "priority", b"priority", "request_id", b"request_id", "return_routed_experts", b"return_routed_experts", "sampling_params", b"sampling_params", "stream", b"stream", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_kv_mode", b"_kv_mode", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "_return_routed_experts", b"_return_routed_experts", "_sampling_params", b"_sampling_params", "_session_id", b"_session_id", "_stream", b"_stream", "cache_salt", b"cache_salt", "input", b"input", "kv_mode", b"kv_mode", "model", b"model", "priority", b"priority", "request_id", b"request_id", "return_routed_experts", b"return_routed_experts", "sampling_params", b"sampling_params", "session_id", b"session_id", "stream", b"stream", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__kv_mode: _TypeAlias = _typing.Literal["kv_mode"]  # noqa: Y015
+    _WhichOneofArgType__kv_mode: _TypeAlias = _typing.Literal["_kv_mode", b"_kv_mode"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
@@ -357,10 +380,16 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__return_routed_experts: _TypeAlias = _typing.Literal["_return_routed_experts", b"_return_routed_experts"]  # noqa: Y015
     _WhichOneofReturnType__sampling_params: _TypeAlias = _typing.Literal["sampling_params"]  # noqa: Y015
     _WhichOneofArgType__sampling_params: _TypeAlias = _typing.Literal["_sampling_params", b"_sampling_params"]  # noqa: Y015
+    _WhichOneofReturnType__session_id: _TypeAlias = _typing.Literal["session_id"]  # noqa: Y015
+    _WhichOneofArgType__session_id: _TypeAlias = _typing.Literal["_session_id", b"_session_id"]  # noqa: Y015
     _WhichOneofReturnType__stream: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType__stream: _TypeAlias = _typing.Literal["_stream", b"_stream"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["tokenized", "text"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_mode) -> _WhichOneofReturnType__kv_mode | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
@@ -371,6 +400,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__return_routed_experts) -> _WhichOneofReturnType__return_routed_experts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_params) -> _WhichOneofReturnType__sampling_params | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__session_id) -> _WhichOneofReturnType__session_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stream) -> _WhichOneofReturnType__stream | None: ...
     @_typing.overload
@@ -625,6 +656,7 @@ class GenerateComplete(_message.Message):
     MATCHED_STOP_STR_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """"stop" (an end id, a stop string), "length" (max_tokens) or "abort" (Abort was called)."""
     prompt_tokens: _builtins.int
@@ -657,6 +689,10 @@ class GenerateComplete(_message.Message):
     def input_logprobs(self) -> Global___InputLogProbs:
         """If asked for. Empty after chunks, which have brought them."""
 
+    @_builtins.property
+    def kv(self) -> Global___KvReport:
+        """How old tokens were read. Unset where that was exact."""
+
     def __init__(
         self,
         *,
@@ -672,13 +708,16 @@ class GenerateComplete(_message.Message):
         matched_stop_str: _builtins.str = ...,
         text: _builtins.str = ...,
         routed_experts: _builtins.bytes | None = ...,
+        kv: Global___KvReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_input_logprobs", b"_input_logprobs", "_output_logprobs", b"_output_logprobs", "_routed_experts", b"_routed_experts", "input_logprobs", b"input_logprobs", "matched_stop", b"matched_stop", "matched_stop_str", b"matched_stop_str", "matched_token_id", b"matched_token_id", "output_logprobs", b"output_logprobs", "routed_experts", b"routed_experts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_input_logprobs", b"_input_logprobs", "_kv", b"_kv", "_output_logprobs", b"_output_logprobs", "_routed_experts", b"_routed_experts", "input_logprobs", b"input_logprobs", "kv", b"kv", "matched_stop", b"matched_stop", "matched_stop_str", b"matched_stop_str", "matched_token_id", b"matched_token_id", "output_logprobs", b"output_logprobs", "routed_experts", b"routed_experts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_logprobs", b"_input_logprobs", "_output_logprobs", b"_output_logprobs", "_routed_experts", b"_routed_experts", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "index", b"index", "input_logprobs", b"input_logprobs", "matched_stop", b"matched_stop", "matched_stop_str", b"matched_stop_str", "matched_token_id", b"matched_token_id", "output_ids", b"output_ids", "output_logprobs", b"output_logprobs", "prompt_tokens", b"prompt_tokens", "routed_experts", b"routed_experts", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_logprobs", b"_input_logprobs", "_kv", b"_kv", "_output_logprobs", b"_output_logprobs", "_routed_experts", b"_routed_experts", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "index", b"index", "input_logprobs", b"input_logprobs", "kv", b"kv", "matched_stop", b"matched_stop", "matched_stop_str", b"matched_stop_str", "matched_token_id", b"matched_token_id", "output_ids", b"output_ids", "output_logprobs", b"output_logprobs", "prompt_tokens", b"prompt_tokens", "routed_experts", b"routed_experts", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__input_logprobs: _TypeAlias = _typing.Literal["input_logprobs"]  # noqa: Y015
     _WhichOneofArgType__input_logprobs: _TypeAlias = _typing.Literal["_input_logprobs", b"_input_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__kv: _TypeAlias = _typing.Literal["kv"]  # noqa: Y015
+    _WhichOneofArgType__kv: _TypeAlias = _typing.Literal["_kv", b"_kv"]  # noqa: Y015
     _WhichOneofReturnType__output_logprobs: _TypeAlias = _typing.Literal["output_logprobs"]  # noqa: Y015
     _WhichOneofArgType__output_logprobs: _TypeAlias = _typing.Literal["_output_logprobs", b"_output_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__routed_experts: _TypeAlias = _typing.Literal["routed_experts"]  # noqa: Y015
@@ -688,6 +727,8 @@ class GenerateComplete(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__input_logprobs) -> _WhichOneofReturnType__input_logprobs | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv) -> _WhichOneofReturnType__kv | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_logprobs) -> _WhichOneofReturnType__output_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__routed_experts) -> _WhichOneofReturnType__routed_experts | None: ...
@@ -695,6 +736,48 @@ class GenerateComplete(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_matched_stop) -> _WhichOneofReturnType_matched_stop | None: ...
 
 Global___GenerateComplete: _TypeAlias = GenerateComplete  # noqa: Y015
+
+@_typing.final
+class KvReport(_message.Message):
+    """How a choice read its old tokens, where that was not exactly."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    BITS_FIELD_NUMBER: _builtins.int
+    READ_PAGES_FIELD_NUMBER: _builtins.int
+    ESTIMATED_PAGES_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    BOUND_KIND_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """"offload" or "select"."""
+    bits: _builtins.float
+    """Bits per value of what stood for the tokens that were not read exactly."""
+    read_pages: _builtins.int
+    """Pages read exactly, over steps and layers."""
+    estimated_pages: _builtins.int
+    """Pages taken as an estimate, over steps and layers."""
+    bound: _builtins.float
+    """The largest bound on the relative error of an attention output."""
+    bound_kind: _builtins.str
+    """"certificate" when the bound is proven, "estimate" when it is not."""
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        bits: _builtins.float = ...,
+        read_pages: _builtins.int = ...,
+        estimated_pages: _builtins.int = ...,
+        bound: _builtins.float = ...,
+        bound_kind: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "bound", b"bound", "bound_kind", b"bound_kind", "estimated_pages", b"estimated_pages", "mode", b"mode", "read_pages", b"read_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvReport: _TypeAlias = KvReport  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

@@ -29,6 +29,7 @@ def fake(fake_grpc: tuple[FakeEngineClient, GrpcThread]) -> FakeEngineClient:
     client = fake_grpc[0]
     client.script, client.seconds, client.fail_after = echo_prompt, 0.0, None
     client.down, client.refuse, client.gate = "", None, None
+    client.cached, client.kv = lambda request: 0, None
     client.requests.clear()
     client.aborted.clear()
     return client
