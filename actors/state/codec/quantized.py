@@ -1,0 +1,164 @@
+"""Rotated rows in 8 or 4 bits, and what is missing to the exact bits (kv-state 3.3 e, 3.4).
+
+Base blob of rows [n, W]: codes (int8 [n, W], or two per byte [n, ceil(W / 2)], low half first),
+scales bf16 [n, blocks], error norms bf16 [n]. A value of the rotated row is (code + 1/2) * step:
+no code is lost on a zero that Gaussian values do not have, and nothing is clipped. Scale is the
+step over twice the root of the block's size, so that the estimate of the row itself is
+
+    signs * scale * hadamard(2 * code + 1)
+
+whose sums are exact and whose one rounding is the same everywhere. The error norm bounds the
+distance of a row from its estimate from above.
+
+Refinement blob: the row's bits minus the estimate's, both counted in the order of their floats,
+zigzag, as byte planes.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from expertmesh.actors.state.codec import planes
+from expertmesh.actors.state.codec.packed import Buffer
+from expertmesh.actors.state.codec.rotation import (
+    Floats,
+    blocks,
+    hadamard,
+    hadamard_on,
+    norms,
+    rotate,
+    signs,
+)
+
+# Rows beyond are zeros to the base: their sums or steps would leave the range of floats.
+_TINY, _HUGE = np.float32(2.0**-100), np.float32(2.0**100)
+
+
+class Base(NamedTuple):
+    """Views of a base blob. codes int8 [n, W]; scales bf16 [n, blocks]; errors bf16 [n].
+
+    The rotated estimate is (code + 1/2) * 2 * sqrt(block) * scale: with a query rotated once,
+    scores need no rotation of rows.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    errors: Tensor
+
+
+def encode(rows: Tensor, bits: int) -> tuple[bytes, bytes]:
+    """rows [n, W] of bf16, fp16 or fp32 on the host -> (base, refinement)."""
+    width = rows.shape[1]
+    values = rows.float().numpy()
+    usable = np.abs(values).max(axis=1, keepdims=True) < _HUGE  # False for NaN
+    values = np.where(usable, values, np.float32(0))
+    rotated = rotate(values)
+    starts = np.cumsum((0, *blocks(width)[:-1]))
+    half = 1 << (bits - 1)
+    peaks = np.maximum.reduceat(np.abs(rotated), starts, axis=1)
+    # A step that the peak fills exactly may, rounded, leave it outside: one part in 2^16 more.
+    scales = _up(peaks * np.float32(1 + 2.0**-16) / (2 * half * norms(width)[starts]))
+    scales[peaks < _TINY] = 0
+    steps = np.repeat(scales.float().numpy(), blocks(width), axis=1) * (2 * norms(width))
+    codes = np.floor(np.divide(rotated, steps, out=np.zeros_like(rotated), where=steps > 0))
+    codes = np.clip(codes, -half, half - 1).astype(np.int8)
+    estimate = _estimate(codes, scales)
+    distance = np.sqrt(np.square((values - estimate).astype(np.float64)).sum(axis=1))
+    distance[~usable[:, 0]] = np.inf
+    errors = _up(distance.astype(np.float32) * np.float32(1 + 2.0**-16))
+    packed = codes if bits == 8 else _pairs(codes)
+    base = b"".join([packed.tobytes(), _words(scales).tobytes(), _words(errors).tobytes()])
+    return base, _refinement(rows, torch.from_numpy(estimate).to(rows.dtype))
+
+
+def open_base(blob: Buffer, rows: int, width: int, bits: int) -> Base:
+    """Raises ValueError where the blob is not that of [rows, width]."""
+    count = len(blocks(width))
+    inner = width if bits == 8 else -(-width // 2)
+    if len(blob) != rows * (inner + 2 * count + 2):
+        raise ValueError(f"a base of {len(blob)} bytes for [{rows}, {width}] in {bits} bits")
+    flat = np.frombuffer(blob, np.uint8).copy()  # tensors must be writable
+    codes = flat[: rows * inner].reshape(rows, inner)
+    signed = codes.view(np.int8) if bits == 8 else _unpair(codes, width)
+    rest = torch.from_numpy(flat[rows * inner :]).view(torch.bfloat16)
+    scales = rest[: rows * count].view(rows, count)
+    return Base(torch.from_numpy(signed), scales, rest[rows * count :])
+
+
+def decode(base: Base, device: torch.device) -> Tensor:
+    """The estimate of the rows, fp32 [n, W] on `device`; the same bits on every one."""
+    if device.type == "cpu":
+        return torch.from_numpy(_estimate(base.codes.numpy(), base.scales))
+    codes, scales = base.codes.to(device), base.scales.to(device).float()
+    width = codes.shape[1]
+    sizes = torch.tensor(blocks(width), device=device)
+    wide = torch.repeat_interleave(scales, sizes, dim=1, output_size=width)
+    return hadamard_on(codes.float() * 2 + 1) * wide * torch.from_numpy(signs(width)).to(device)
+
+
+def refine(estimate: Tensor, refinement: Buffer, out: Tensor) -> None:
+    """estimate fp32 [n, W] as `decode` gives it, out [n, W] contiguous on the host: the exact
+    rows. Raises BadPayload."""
+    kind = _UNSIGNED[out.dtype.itemsize]
+    zigzag: planes.Words = np.empty(out.numel(), kind)
+    planes.decode(refinement, zigzag, signed=False)
+    delta = (zigzag >> 1) ^ (~(zigzag & 1) + 1)
+    ordered = _ordered(_words(estimate.to(out.dtype))) + delta
+    _words(out)[:] = _ordered(ordered)
+
+
+def _estimate(codes: NDArray[np.int8], scales: Tensor) -> Floats:
+    width = codes.shape[1]
+    odd = codes.astype(np.float32)
+    odd *= 2
+    odd += 1
+    rows = hadamard(odd)
+    rows *= np.repeat(scales.float().numpy(), blocks(width), axis=1)
+    rows *= signs(width)
+    return rows
+
+
+def _refinement(rows: Tensor, estimate: Tensor) -> bytes:
+    delta = _ordered(_words(rows)) - _ordered(_words(estimate))
+    top = 8 * delta.itemsize - 1
+    return planes.encode((delta << 1) ^ (~(delta >> top) + 1), signed=False)
+
+
+_UNSIGNED: dict[int, type[np.uint16] | type[np.uint32]] = {2: np.uint16, 4: np.uint32}
+
+
+def _words(x: Tensor) -> planes.Words:
+    """The bits of contiguous floats, flat, sharing their memory."""
+    size = x.dtype.itemsize
+    words = x.view(torch.int16 if size == 2 else torch.int32).view(-1).numpy()
+    unsigned: planes.Words = words.view(_UNSIGNED[size])
+    return unsigned
+
+
+def _ordered(bits: planes.Words) -> planes.Words:
+    """Whole numbers in the order of the floats; its own inverse."""
+    top = 8 * bits.itemsize - 1
+    return bits ^ ((~(bits >> top) + 1) >> 1)
+
+
+def _up(x: Floats) -> Tensor:
+    """bf16 not below x >= 0."""
+    near = torch.from_numpy(x).to(torch.bfloat16)
+    low = near.float() < torch.from_numpy(x)
+    return (near.view(torch.int16) + low.to(torch.int16)).view(torch.bfloat16)
+
+
+def _pairs(codes: NDArray[np.int8]) -> planes.Words:
+    even = codes if codes.shape[1] % 2 == 0 else np.pad(codes, ((0, 0), (0, 1)))
+    low, high = even[:, 0::2].view(np.uint8), even[:, 1::2].view(np.uint8)
+    return (low & 15) | (high << 4)
+
+
+def _unpair(packed: NDArray[np.uint8], width: int) -> NDArray[np.int8]:
+    codes = np.empty((packed.shape[0], packed.shape[1] * 2), np.int8)
+    codes[:, 0::2] = (packed << 4).view(np.int8) >> 4
+    codes[:, 1::2] = packed.view(np.int8) >> 4
+    return codes[:, :width]

@@ -1,0 +1,110 @@
+"""Items come back bit for bit, layer by layer, whatever is in them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertmesh.actors.state.codec.pack import pack, unpack, unpack_layer
+from expertmesh.actors.state.codec.packed import BadPayload, Packed
+from expertmesh.actors.state.item import Header, Item, Kind
+from expertmesh.actors.state.settings import Codec
+
+CODECS: tuple[Codec, ...] = ("raw", "lossless", "int8", "int4")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def item(kind: Kind, *parts: Tensor) -> Item:
+    return Item(Header(b"k" * 32, kind, b"p" * 32, 64, (1, 2), "prefill", b"l"), parts)
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(bits(left), bits(right))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def page(dtype: torch.dtype, width: int = 40, layers: int = 2, rows: int = 64) -> Tensor:
+    return torch.randn(layers, rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def odd_page(dtype: torch.dtype) -> Tensor:
+    """Zeros of both signs, rows of zeros, tiny and huge values, infinities and NaNs with bits."""
+    x = page(dtype)
+    info = torch.finfo(dtype)
+    values = [0.0, -0.0, info.tiny, -info.smallest_normal / 4, info.max, info.min]
+    x[0, 0, :6] = torch.tensor(values, dtype=torch.float64).to(dtype)
+    x[0, 1], x[0, 2] = 0.0, -0.0
+    x[0, 3, 0], x[0, 4, 1], x[0, 5, 2] = torch.inf, -torch.inf, torch.nan
+    words = x.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+    words[0, 6, 3] = words[0, 5, 2] | 5 | torch.iinfo(words.dtype).min
+    x[1] *= 1e-3
+    return x
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("make", [page, odd_page], ids=["plain", "odd"])
+def test_page_survives_memory_and_disk(codec: Codec, dtype: torch.dtype, make) -> None:  # type: ignore[no-untyped-def]
+    latents = make(dtype)
+    packed = pack(item(Kind.PAGE, latents), codec)
+    read = Packed.parse(b"".join(packed.buffers()), [(tuple(latents.shape), dtype)])
+    assert packed.exact and read.exact and read.codec == packed.codec == codec
+    assert same(unpack(packed)[0], latents) and same(unpack(read)[0], latents)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_sizes_are_those_of_the_bytes(codec: Codec) -> None:
+    packed = pack(item(Kind.PAGE, page(torch.bfloat16, 128)), codec)
+    written = b"".join(packed.buffers())
+    assert packed.nbytes == len(written) == Packed.parse(written).nbytes
+    assert packed.raw_bytes == 2 * 64 * 128 * 2
+    assert packed.base().nbytes == sum(map(len, packed.base().buffers())) <= packed.nbytes
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_snapshots_and_sessions_are_never_lossy(codec: Codec) -> None:
+    kda, conv = torch.randn(3, 2, 8, 8), torch.randn(3, 3, 48).bfloat16()
+    snapshot = pack(item(Kind.SNAPSHOT, kda, conv), codec)
+    session = pack(item(Kind.SESSION, torch.arange(300).to(torch.uint8)), codec)
+    assert snapshot.base() is snapshot and snapshot.exact and session.exact
+    assert all(map(same, unpack(snapshot), (kda, conv)))
+    assert same(unpack(session)[0], torch.arange(300).to(torch.uint8))
+
+
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.012), ("int4", 0.15)])
+def test_a_base_alone_is_close_and_says_that_it_is_not_exact(codec: Codec, most: float) -> None:
+    latents = page(torch.bfloat16, 128)
+    latents[:, :, 5] *= 30  # a channel that sticks out
+    packed = pack(item(Kind.PAGE, latents), codec).base()
+    read = Packed.parse(b"".join(packed.buffers()))
+    assert not packed.exact and not read.exact and read.codec == codec
+    estimate = unpack(read)[0]
+    error = (estimate.float() - latents.float()).norm() / latents.float().norm()
+    assert 0 < error < most
+    assert same(estimate, unpack(packed)[0])
+
+
+def test_a_layer_goes_where_it_is_wanted() -> None:
+    latents = page(torch.float32)
+    packed = pack(item(Kind.PAGE, latents), "lossless")
+    strided = torch.full((64, 80), torch.nan)[:, ::2]
+    unpack_layer(packed, 0, 1, strided)
+    assert same(strided, latents[1])
+    with pytest.raises(ValueError, match="into"):
+        unpack_layer(packed, 0, 1, torch.empty(64, 41))
+    with pytest.raises(ValueError, match="into"):
+        unpack_layer(packed, 0, 1, torch.empty(64, 40, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_cut_or_of_another_model_is_refused(codec: Codec) -> None:
+    written = b"".join(pack(item(Kind.PAGE, page(torch.bfloat16)), codec).buffers())
+    for length in [*range(0, 200, 7), len(written) - 1]:
+        with pytest.raises(BadPayload):
+            Packed.parse(written[:length])
+    with pytest.raises(BadPayload):
+        Packed.parse(written + b"x")
+    with pytest.raises(BadPayload, match="instead of"):
+        Packed.parse(written, [((2, 64, 41), torch.bfloat16)])
