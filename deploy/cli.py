@@ -65,7 +65,7 @@ def root(
 
 # Each option has its variable; naming every one would double the help.
 option = partial(typer.Option, show_envvar=False)
-_MESH, _SCALING, _EDGE, _MODEL = "Mesh", "Autoscaling", "Edge", "Model"
+_MESH, _SCALING, _EDGE, _MODEL, _STATE = "Mesh", "Autoscaling", "Edge", "Model", "State"
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -78,6 +78,12 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         taken = {name: partial(one.process_value, context) for name, one in options.items()}
         context.default_map, context.obj = run_command(read_config, path, taken)
     return path
+
+
+def _one_of(flag: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        *most, last = choices
+        raise typer.BadParameter(f"{value!r} must be {', '.join(most)} or {last}", param_hint=flag)
 
 
 @app.command()
@@ -276,6 +282,58 @@ def serve(
             help="Decoded experts kept per process, beside the packed ones.",
         ),
     ] = 1.0,
+    prefix_cache: Annotated[
+        bool,
+        option(
+            rich_help_panel=_STATE,
+            help="Whether prompts that begin alike share what was computed for them.",
+        ),
+    ] = True,
+    kv_snapshots: Annotated[
+        int,
+        option(
+            min=1,
+            rich_help_panel=_STATE,
+            help="KDA snapshots on the device per replica: from how many places prompts can go on.",
+        ),
+    ] = 16,
+    host_cache_gb: Annotated[
+        float,
+        option(
+            min=0,
+            rich_help_panel=_STATE,
+            help="Host memory per replica for pages and snapshots that leave the device.",
+        ),
+    ] = 0.25,
+    state_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        option(
+            file_okay=False,
+            rich_help_panel=_STATE,
+            help="Folder for pages, snapshots and sessions that outlive the process; the replicas "
+            "of a node share it. Default: none.",
+        ),
+    ] = None,
+    state_dir_gb: Annotated[
+        Optional[float],  # noqa: UP045
+        option(min=0, rich_help_panel=_STATE, help="Most of its disk that --state-dir may take."),
+    ] = None,
+    kv_mode: Annotated[
+        str,
+        option(
+            rich_help_panel=_STATE,
+            help="How requests that do not say read old tokens: exact (on the device), offload "
+            "(from host memory, to the same bits) or select (those that matter; an estimate).",
+        ),
+    ] = "exact",
+    kv_codec: Annotated[
+        str,
+        option(
+            rich_help_panel=_STATE,
+            help="How pages are packed off the device: raw, lossless, int8 or int4. The latter two "
+            "lose precision.",
+        ),
+    ] = "lossless",
     dry_run: Annotated[
         bool, option("--dry-run", help="Check everything, print the plan, start nothing.")
     ] = False,
@@ -294,14 +352,10 @@ def serve(
 
     if not re.fullmatch(MESH_NAME, name):
         raise typer.BadParameter(f"must match {MESH_NAME}", param_hint="--name")
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise typer.BadParameter(
-            f"{dtype!r} must be auto, float32 or bfloat16", param_hint="--dtype"
-        )
-    if decode_graphs not in ("auto", "on", "off"):
-        raise typer.BadParameter(
-            f"{decode_graphs!r} must be auto, on or off", param_hint="--decode-graphs"
-        )
+    _one_of("--dtype", dtype, "auto", "float32", "bfloat16")
+    _one_of("--decode-graphs", decode_graphs, "auto", "on", "off")
+    _one_of("--kv-mode", kv_mode, "exact", "offload", "select")
+    _one_of("--kv-codec", kv_codec, "raw", "lossless", "int8", "int4")
     options = ServeOptions(
         model=(model or BUNDLED).absolute(),
         expert_actors=expert_actors,
@@ -330,6 +384,13 @@ def serve(
         max_running=max_running,
         kv_pages=kv_pages,
         expert_cache_bytes=int(expert_cache_gb * 1e9),
+        prefix_cache=prefix_cache,
+        kv_snapshots=kv_snapshots,
+        host_cache_bytes=int(host_cache_gb * 1e9),
+        state_dir=None if state_dir is None else state_dir.absolute(),
+        state_dir_bytes=None if state_dir_gb is None else int(state_dir_gb * 1e9),
+        kv_mode=kv_mode,
+        kv_codec=kv_codec,
         dry_run=dry_run,
         edge=run_command(with_flags, context.obj or EdgeSettings(), grpc_port, api_keys),
     )

@@ -33,17 +33,19 @@ RAY_BYTES = 700 << 20
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes on this machine if everything runs here. experts: packed, over all slots of all actors
-    together."""
+    together. host_cache: pages and snapshots beside the device's."""
 
     attention: int
     experts: int
     expert_cache: int
     state: int
     processes: int
+    host_cache: int = 0
 
     @property
     def total(self) -> int:
-        return self.attention + self.experts + self.expert_cache + self.state + self.processes
+        weights = self.attention + self.experts + self.expert_cache
+        return weights + self.state + self.host_cache + self.processes
 
 
 def check_folder(folder: Path) -> ModelConfig:
@@ -278,16 +280,15 @@ def plan_memory(
         state=attention_replicas * state_bytes(config, engine, dtype_bytes),
         processes=(attention_replicas + expert_actors) * PROCESS_BYTES
         + (RAY_BYTES if attention_replicas + expert_actors > 1 else 0),
+        host_cache=attention_replicas * engine.state.host_bytes,
     )
 
 
 def state_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) -> int:
-    """Bytes of one replica's pages and slots."""
-
+    """Bytes of one replica's pages, slots and snapshots, on its device."""
     dtype = torch.float32 if dtype_bytes == 4 else torch.bfloat16
-    return engine.pages * bytes_per_page(config, dtype) + engine.slots * bytes_per_slot(
-        config, dtype
-    )
+    slots = engine.slots + engine.state.snapshots * engine.state.prefix_cache
+    return engine.pages * bytes_per_page(config, dtype) + slots * bytes_per_slot(config, dtype)
 
 
 def available_memory() -> int:
@@ -308,14 +309,14 @@ def check_memory(plan: MemoryPlan, pages: int, available: int) -> None:
     parts = (
         f"attention weights {size_text(plan.attention)}, experts {size_text(plan.experts)}, "
         f"decoded experts {size_text(plan.expert_cache)}, state {size_text(plan.state)}, "
-        f"processes {size_text(plan.processes)}"
+        f"host cache {size_text(plan.host_cache)}, processes {size_text(plan.processes)}"
     )
     raise Refused(
         ExitCode.MEMORY,
         f"this start needs {size_text(plan.total)} and {size_text(available)} is available "
         f"({parts})",
-        f"lower --kv-pages (now {pages} pages of {PAGE_TOKENS} tokens), --expert-cache-gb or the "
-        "number of actors, or use --dtype bfloat16",
+        f"lower --kv-pages (now {pages} pages of {PAGE_TOKENS} tokens), --expert-cache-gb, "
+        "--host-cache-gb or the number of actors, or use --dtype bfloat16",
     )
 
 

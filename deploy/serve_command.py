@@ -13,6 +13,7 @@ from rich.console import Console
 
 from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig
+from expertmesh.actors.model.loading import placed
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.process import own_cores
 from expertmesh.cluster.settings import OBJECT_STORE_BYTES
@@ -21,6 +22,7 @@ from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import size_text
 from expertmesh.deploy.serve_console import announce, print_mesh, print_plan
 from expertmesh.deploy.serve_options import ServeOptions
+from expertmesh.deploy.state_folder import check_state_folder
 from expertmesh.deploy.stop_signals import Stopped, handle_signals, stop_by_signal
 
 
@@ -38,6 +40,7 @@ def run(options: ServeOptions) -> None:
         preflight.check_kernels(options.kernels, options.compute, options.address is None)
         preflight.check_graphs(options.graphs, options.kernels, options.address is None)
         options.autoscale(config)
+        _check_state(console, options, config)
         grpc = options.edge.grpc
         preflight.check_tls("http", options.edge.http.tls)
         preflight.check_tls("grpc", grpc.tls)
@@ -72,6 +75,15 @@ def run(options: ServeOptions) -> None:
         if ended.code != signal.SIGTERM:
             raise
         _stopped(console)
+
+
+def _check_state(console: Console, options: ServeOptions, config: ModelConfig) -> None:
+    state = options.state()
+    if options.address is not None:
+        return  # folders of other machines: their actors look by themselves
+    dtype = placed("auto", options.compute)[1]
+    if warning := check_state_folder(state, config, options.context(config), dtype):
+        console.print(f"[yellow]warning[/]: {warning}")
 
 
 def _warn_of_shm(console: Console, options: ServeOptions) -> None:

@@ -10,6 +10,7 @@ from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.graphs import Choice
 from expertmesh.actors.model.loading import Dtype, LoadSettings
+from expertmesh.actors.state.settings import LEAST_DISK_BYTES, Codec, KvMode, StateSettings
 from expertmesh.cluster.autoscaling.settings import (
     AttentionScaling,
     AutoscaleSettings,
@@ -63,6 +64,13 @@ class ServeOptions:
     max_running: int
     kv_pages: int
     expert_cache_bytes: int
+    prefix_cache: bool = True
+    kv_snapshots: int = 16
+    host_cache_bytes: int = 250_000_000
+    state_dir: Path | None = None
+    state_dir_bytes: int | None = None
+    kv_mode: str = "exact"
+    kv_codec: str = "lossless"
     dry_run: bool
     edge: EdgeSettings = field(default_factory=EdgeSettings)
 
@@ -93,11 +101,36 @@ class ServeOptions:
         )
 
     def engine(self, config: ModelConfig) -> EngineSettings:
+        """Raises Refused where options do not go together."""
         return EngineSettings(
             pages=self.kv_pages,
             slots=self.max_running,
             max_context=self.context(config),
             graphs=self.graphs,
+            state=self.state(),
+        )
+
+    def state(self) -> StateSettings:
+        """Raises Refused for a folder without a limit, and the other way round."""
+        if self.state_dir is not None and self.state_dir_bytes is None:
+            hint = "a folder without a limit fills its disk"
+            raise Refused(ExitCode.USAGE, "--state-dir needs --state-dir-gb", hint)
+        if self.state_dir is None and self.state_dir_bytes is not None:
+            raise Refused(ExitCode.USAGE, "--state-dir-gb needs --state-dir")
+        if self.state_dir_bytes is not None and self.state_dir_bytes < LEAST_DISK_BYTES:
+            raise Refused(
+                ExitCode.USAGE,
+                f"--state-dir-gb {self.state_dir_bytes / 1e9:g} is too little: the folder takes "
+                f"at least {LEAST_DISK_BYTES / 1e9:.3g}",
+            )
+        return StateSettings(
+            prefix_cache=self.prefix_cache,
+            snapshots=self.kv_snapshots,
+            host_bytes=self.host_cache_bytes,
+            codec=cast(Codec, self.kv_codec),
+            disk=self.state_dir,
+            disk_bytes=self.state_dir_bytes,
+            kv_mode=cast(KvMode, self.kv_mode),
         )
 
     @property

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 KvMode = Literal["exact", "offload", "select"]
 Codec = Literal["raw", "lossless", "int8", "int4"]
+# Room for what is written before anything old can go.
+LEAST_DISK_BYTES = 64 << 20
 
 
 class StateSettings(BaseModel):
@@ -42,7 +44,7 @@ class StateSettings(BaseModel):
         None, description="Folder for pages, snapshots and sessions that outlive the process."
     )
     disk_bytes: int | None = Field(
-        None, ge=64 << 20, description="Most bytes in that folder. Must be given with it."
+        None, ge=LEAST_DISK_BYTES, description="Most bytes in that folder. Must be given with it."
     )
     checkpoint_tokens: int = Field(
         256,

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 from rich.console import Console
 from starlette.types import Receive, Scope, Send
@@ -21,6 +22,8 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.actors.state.model_state import bytes_per_slot
+from expertmesh.actors.state.settings import StateSettings
 from expertmesh.cluster.launch import LaunchError
 from expertmesh.cluster.ledger.recording import Recording
 from expertmesh.deploy import one_process, preflight
@@ -343,9 +346,21 @@ def test_memory_plan_counts_what_is_loaded(checkpoint: Path) -> None:
     assert two.attention == 2 * one.attention and two.experts == one.experts
     assert local.experts == 2 * one.experts
     assert one.expert_cache == summary.experts.parameters * 4  # less than a cache may hold
+    assert one.host_cache == engine.state.host_bytes and two.host_cache == 2 * one.host_cache
     assert one.total == sum(
-        (one.attention, one.experts, one.expert_cache, one.state, one.processes)
+        (one.attention, one.experts, one.expert_cache, one.state, one.host_cache, one.processes)
     )
+
+
+def test_snapshots_are_state_where_something_is_cached(checkpoint: Path) -> None:
+    config = preflight.check_folder(checkpoint)
+
+    def state(**settings: Any) -> int:
+        engine = EngineSettings(pages=16, slots=2, state=StateSettings(**settings))
+        return preflight.state_bytes(config, engine, 4)
+
+    slot = bytes_per_slot(config, torch.float32)
+    assert state(snapshots=5) - state(prefix_cache=False) == 5 * slot > 0
 
 
 def test_memory_refusal_has_the_numbers() -> None:

@@ -1,0 +1,74 @@
+"""Whether a folder can hold cached state and sessions: a look before the first process starts."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
+from expertmesh.actors.state.pages import pages_for
+from expertmesh.actors.state.settings import StateSettings
+from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.deploy.preflight import size_text
+
+# Of one session: at the end of its prompt, and where it stands.
+SNAPSHOTS = 2
+
+
+def check_state_folder(
+    settings: StateSettings, config: ModelConfig, context: int, dtype: torch.dtype
+) -> str:
+    """What to warn of, "" if nothing. Makes nothing. context: most tokens of a request.
+
+    Refused when the folder cannot be written to, or could not even hold the state of one request.
+    """
+    folder, limit = settings.disk, settings.disk_bytes
+    if folder is None or limit is None:
+        return ""
+    place = _nearest(folder)
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        what = "cannot be written to" if place.is_dir() else "is no folder"
+        raise Refused(ExitCode.USAGE, f"--state-dir {folder}: {place} {what} here")
+    one = pages_for(context) * bytes_per_page(config, dtype)
+    one += SNAPSHOTS * bytes_per_slot(config, dtype)
+    if limit < one:
+        raise Refused(
+            ExitCode.USAGE,
+            f"--state-dir-gb {limit / 1e9:g}: a request of {context} tokens alone has "
+            f"{size_text(one)} of state",
+            "give the folder more, or lower --max-model-len",
+        )
+    room = shutil.disk_usage(place).free + _taken(folder)
+    if room < one:
+        raise Refused(
+            ExitCode.USAGE,
+            f"--state-dir {folder}: its disk has {size_text(room)} left, and a request of "
+            f"{context} tokens alone has {size_text(one)} of state",
+        )
+    if room < limit:
+        return (
+            f"--state-dir-gb {limit / 1e9:g}: the disk of {folder} has {size_text(room)} left for "
+            "it; when that is full, nothing more is stored"
+        )
+    return ""
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the one of those above it that exists."""
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _taken(folder: Path) -> int:
+    """Bytes of disk that files in the folder take already."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue  # another server's, just evicted
+    return total

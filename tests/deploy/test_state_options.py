@@ -1,0 +1,175 @@
+"""Options of cached state: from the command line to the engine's settings, and their refusals."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.state.settings import StateSettings
+from expertmesh.deploy import preflight, serve_command, state_folder
+from expertmesh.deploy.cli import app
+from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.deploy.serve_console import print_plan
+from expertmesh.deploy.serve_options import ServeOptions
+from expertmesh.deploy.state_folder import check_state_folder
+
+GIB = 1 << 30
+Serve = Callable[..., ServeOptions]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Runs `expertmesh serve` up to its options; fails with its output."""
+    taken: list[ServeOptions] = []
+    monkeypatch.setattr(serve_command, "run", taken.append)
+
+    def run(*flags: str, env: dict[str, str] | None = None) -> ServeOptions:
+        taken.clear()
+        result = CliRunner().invoke(app, ["serve", *flags], env=env)
+        assert taken, f"{result.exit_code}: {result.output}"
+        return taken[0]
+
+    return run
+
+
+class TestFlags:
+    def test_by_default_memory_is_used_and_no_disk(self, serve: Serve) -> None:
+        state = serve().state()
+        assert state.prefix_cache and state.disk is None and state.kv_mode == "exact"
+        assert (state.host_bytes, state.codec, state.snapshots) == (250_000_000, "lossless", 16)
+
+    def test_each_reaches_the_engine(self, serve: Serve, tmp_path: Path) -> None:
+        options = serve(
+            "--no-prefix-cache", "--kv-snapshots", "3", "--host-cache-gb", "1.5", "--state-dir",
+            str(tmp_path), "--state-dir-gb", "2", "--kv-mode", "select", "--kv-codec", "int8",
+        )  # fmt: skip
+        config = preflight.check_folder(options.model)
+        assert options.cluster(config, None).engine.state == StateSettings(
+            prefix_cache=False, snapshots=3, host_bytes=1_500_000_000, disk=tmp_path,
+            disk_bytes=2_000_000_000, kv_mode="select", codec="int8",
+        )  # fmt: skip
+
+    def test_also_as_variables_and_in_a_file(self, serve: Serve, tmp_path: Path) -> None:
+        file = tmp_path / "serve.yaml"
+        file.write_text("prefix-cache: false\nhost_cache_gb: 0\nkv_mode: offload\n")
+        state = serve("--config", str(file), env={"EXPERTMESH_SERVE_KV_MODE": "select"}).state()
+        assert (state.prefix_cache, state.host_bytes, state.kv_mode) == (False, 0, "select")
+
+    def test_a_folder_means_the_same_everywhere(self, serve: Serve) -> None:
+        assert (
+            serve("--state-dir", "state", "--state-dir-gb", "1").state_dir
+            == Path("state").absolute()
+        )
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--kv-mode", "lossy"], "must be exact, offload or select"),
+            (["--kv-codec", "int2"], "must be raw, lossless, int8 or int4"),
+            (["--kv-snapshots", "0"], "greater than or equal to 1"),
+            (["--host-cache-gb", "-1"], "greater than or equal to 0"),
+        ],
+    )
+    def test_wrong_values_are_named(self, flags: list[str], message: str) -> None:
+        result = CliRunner().invoke(app, ["serve", *flags], env={"COLUMNS": "200"})
+        assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--state-dir", "x"], "--state-dir needs --state-dir-gb"),
+            (["--state-dir-gb", "1"], "--state-dir-gb needs --state-dir"),
+            (["--state-dir", "x", "--state-dir-gb", "0.01"], "at least 0.0671"),
+            (["--state-dir", "x", "--state-dir-gb", "0"], "at least 0.0671"),
+        ],
+    )
+    def test_a_folder_needs_a_limit_and_some_room(
+        self, serve: Serve, flags: list[str], message: str
+    ) -> None:
+        options = serve(*flags)
+        with pytest.raises(Refused, match=message) as refused:
+            options.engine(preflight.check_folder(options.model))
+        assert refused.value.code is ExitCode.USAGE
+
+    def test_the_plan_tells_where_state_is_kept(self, serve: Serve, tmp_path: Path) -> None:
+        def plan(*flags: str) -> str:
+            options, console = serve(*flags), Console(record=True, soft_wrap=True, quiet=True)
+            config = preflight.check_folder(options.model)
+            console = Console(record=True, soft_wrap=True, width=400)
+            print_plan(console, options, config, preflight.check_checkpoint(options.model, config))
+            return console.export_text()
+
+        assert "16 snapshots on the device, 0.25 GB of host memory per replica, lossless" in plan()
+        assert "cache     off" in plan("--no-prefix-cache")
+        text = plan("--state-dir", str(tmp_path), "--state-dir-gb", "3", "--kv-mode", "offload")
+        assert f"3.00 GB in {tmp_path}, lossless; old tokens: offload" in text
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+class TestFolder:
+    @pytest.fixture
+    def config(self, checkpoint: Path) -> ModelConfig:
+        return preflight.check_folder(checkpoint)
+
+    def look(self, folder: Path, config: ModelConfig, limit: int = GIB, context: int = 512) -> str:
+        settings = StateSettings(disk=folder, disk_bytes=limit)
+        return check_state_folder(settings, config, context, torch.float32)
+
+    def test_nothing_is_made(self, config: ModelConfig, tmp_path: Path) -> None:
+        assert self.look(tmp_path / "a" / "b", config) == ""
+        assert list(tmp_path.iterdir()) == []
+        assert check_state_folder(StateSettings(), config, 512, torch.float32) == ""
+
+    def test_a_file_is_no_folder(self, config: ModelConfig, tmp_path: Path) -> None:
+        (tmp_path / "a").touch()
+        for folder in (tmp_path / "a", tmp_path / "a" / "b"):
+            with pytest.raises(Refused, match="is no folder"):
+                self.look(folder, config)
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(Refused, match="is no folder"):
+            self.look(tmp_path / "link", config)
+
+    def test_a_folder_must_be_writable(
+        self, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Asked of the system: root may write where permissions say otherwise."""
+        asked: list[tuple[Any, int]] = []
+
+        def access(path: Any, mode: int) -> bool:
+            asked.append((path, mode))
+            return False
+
+        monkeypatch.setattr(state_folder.os, "access", access)
+        with pytest.raises(Refused, match="cannot be written to"):
+            self.look(tmp_path / "a", config)
+        assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+    def test_one_request_must_fit(self, config: ModelConfig, tmp_path: Path) -> None:
+        with pytest.raises(Refused, match="a request of 4194304 tokens alone has") as refused:
+            self.look(tmp_path, config, limit=64 << 20, context=1 << 22)
+        assert "--max-model-len" in refused.value.hint
+
+    def test_its_disk_must_have_room(
+        self, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the folder takes already is its own."""
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(GIB, GIB, 0))
+        with pytest.raises(Refused, match=r"its disk has 0\.0 MB left"):
+            self.look(tmp_path, config)
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / "segment").write_bytes(bytes(8 << 20))
+        assert "has 8.4 MB left for it" in self.look(tmp_path, config)
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(GIB, 0, GIB))
+        assert self.look(tmp_path, config) == ""
