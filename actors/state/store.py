@@ -4,12 +4,12 @@ All calls come from the engine's thread and none of them blocks on a lock, a dev
 Everything that fails is a miss: the engine recomputes, and the store counts why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from expertmesh.actors.state.item import Header, Item, Name, Tier
+from expertmesh.actors.state.item import Header, Item, Kind, Name, Tier
 from expertmesh.actors.state.stats import StoreStats
 
 
@@ -27,6 +27,11 @@ class Loaded(Protocol):
     @property
     def nbytes(self) -> int:
         """Of what was read."""
+        ...
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of what `layer` gives back, all layers together."""
         ...
 
     @property
@@ -52,6 +57,11 @@ class Fetch(Protocol):
     @property
     def reason(self) -> str:
         """Why items is None: missing, corrupt, timeout, cancelled, busy."""
+        ...
+
+    @property
+    def verify_seconds(self) -> float:
+        """Spent on hashes of what was read for it; 0 until done."""
         ...
 
     def cancel(self) -> None:
@@ -81,6 +91,20 @@ class Store(Protocol):
 
     def flush(self) -> Fetch:
         """Done when everything put as durable before is on disk and synced; items is [] then."""
+        ...
+
+    def keep(self, names: Sequence[Name], pinned: bool = False) -> list[Name]:
+        """Makes what is stored already durable. Returns the names that no tier has, or that find
+        no room."""
+        ...
+
+    def positions(self, kind: Kind) -> Mapping[Name, int]:
+        """Header.position of everything of that kind that a tier is known to have."""
+        ...
+
+    def pin(self, names: Sequence[Name]) -> None:
+        """As put with pinned, for what is there already. Not counted: one unpin undoes any number
+        of pins."""
         ...
 
     def unpin(self, names: Sequence[Name]) -> None: ...
