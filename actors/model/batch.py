@@ -5,10 +5,10 @@ A span never mixes the two: prompt tokens always take the prefill path and gener
 decode path, which is what makes a replay after preemption bit-exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,35 @@ from expertmesh.kernels.mla.types import MlaSpan
 
 PAGE_TOKENS = 64
 NO_SLOT = -1
+NO_PAGE = -1
+
+
+class Context(Protocol):
+    """Old pages of a sequence that are not on the device, as its MLA layers read them
+    (state/offload). H heads, C = R + r.
+
+    layer: number among the MLA layers. cache: that layer's rows [P * 64, C]. pages: the sequence's
+    page numbers in order, NO_PAGE where a page is not on the device. length: tokens of the context,
+    those of this step included; their rows are in the cache.
+    """
+
+    def decode(
+        self, layer: int, q_HC: Tensor, cache: Tensor, pages: list[int], length: int, scale: float
+    ) -> Tensor:
+        """The attended latent [H, R] of one absorbed query, in its dtype."""
+        ...
+
+    def gather(
+        self,
+        layer: int,
+        cache: Tensor,
+        pages: list[int],
+        length: int,
+        queries: Callable[[], Tensor],
+    ) -> Tensor:
+        """All rows of the context in order, [n * 64, C], exact. Valid until the next call for any
+        context. queries: makes the absorbed queries [T, H, C] of the prompt piece that asks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +57,8 @@ class Span:
     position: absolute position of the first token. pages: the sequence's page numbers, enough
     to cover position + length tokens. decode: a single generated token. saves: (position, snapshot
     slot) in ascending order: what the state is there, behind position and on the 64-token grid, is
-    copied to that snapshot while the span is computed; prompt spans only.
+    copied to that snapshot while the span is computed; prompt spans only. context: where pages are
+    NO_PAGE, who has them.
     """
 
     slot: int
@@ -38,6 +68,7 @@ class Span:
     pages: list[int]
     decode: bool
     saves: tuple[tuple[int, int], ...] = ()
+    context: Context | None = None
 
     def cache_rows(self) -> np.ndarray:
         """Rows of the flat latent cache these tokens are written to, int64 [length]."""
@@ -73,17 +104,25 @@ class Batch:
 
     @property
     def most_pages(self) -> int:
-        """Pages of the longest decode row."""
-        return max((_used(span) for span in self.decode_spans), default=0)
+        """Pages of the longest decode row, but for what a Context reads."""
+        return max(
+            (1 if span.context else _used(span) for span in self.decode_spans),
+            default=0,
+        )
+
+    @property
+    def has_context(self) -> bool:
+        return any(span.context is not None for span in self.spans)
 
     def words(self, rows: int, decode: int, pages: int, spare_row: int) -> "Words":
         """Every index of the batch in one array, padded to `rows` rows, `decode` of them decode
         rows with `pages` entries in the page table. A padding row has token 0, no slot, no
         context, and writes its latents to `spare_row` of the cache.
 
-        A padding entry of the table repeats the row's page 0 and is masked by its length.
+        A padding entry of the table repeats the row's page 0 and is masked by its length. A row
+        whose context is read elsewhere has length 0.
         """
-        prefill = self.prefill_spans
+        prefill = [span for span in self.prefill_spans if span.context is None]
         sizes = [rows, rows, decode, decode, decode * pages, len(self.logit_rows_R)]
         sizes += [len(span.pages) for span in prefill]
         ends = np.cumsum(sizes)
@@ -92,9 +131,10 @@ class Batch:
         own, spans = self.rows, self.decode_spans
         tokens[:own], tokens[own:] = self.token_ids_T.numpy(), 0
         cache_rows[own:] = spare_row
-        if prefill:
+        if self.prefill_spans:
             np.concatenate(
-                [span.cache_rows() for span in prefill], out=cache_rows[len(spans) : own]
+                [span.cache_rows() for span in self.prefill_spans],
+                out=cache_rows[len(spans) : own],
             )
         slots[len(spans) :], lengths[len(spans) :] = NO_SLOT, 0
         table_DN = table.reshape(decode, pages)
@@ -103,6 +143,9 @@ class Batch:
             used = _used(span)
             slots[row], lengths[row] = span.slot, span.position + 1
             cache_rows[row] = span.pages[used - 1] * PAGE_TOKENS + span.position % PAGE_TOKENS
+            if span.context is not None:
+                lengths[row], table_DN[row] = 0, 0
+                continue
             table_DN[row, :used] = span.pages[:used]
             table_DN[row, used:] = span.pages[0]
         logit_rows[:] = self.logit_rows_R.numpy()
@@ -175,8 +218,9 @@ class Words:
         logits and the prompts' pages."""
         return sum(self.sizes[:5])
 
-    def inputs(self, words: Tensor, prefill: Sequence[Span] = ()) -> "Inputs":
-        """The parts of `words`, which holds this array on some device."""
+    def inputs(self, words: Tensor, spans: Sequence[Span] = ()) -> "Inputs":
+        """The parts of `words`, which holds this array on some device. spans: of the batch."""
+        prefill = [span for span in spans if not span.decode]
         parts: tuple[Tensor, ...] = torch.split(words, self.sizes)  # type: ignore[no-untyped-call]
         tokens, cache_rows, slots, lengths, table, logit_rows, *pages = parts
         return Inputs(
@@ -189,9 +233,33 @@ class Words:
             kda_rounds(prefill),
             [
                 MlaSpan(s.row, s.row + s.length, s.position, listed)
-                for s, listed in zip(prefill, pages, strict=True)
+                for s, listed in zip(
+                    (span for span in prefill if span.context is None), pages, strict=True
+                )
+            ],
+            [
+                ContextRows(s.row, s.row + s.length, s.position, s.pages, s.context, s.decode)
+                for s in spans
+                if s.context is not None
             ],
         )
+
+
+class ContextRows(NamedTuple):
+    """Rows [begin, end) of the batch, at positions position, position + 1, ..., whose old pages a
+    Context has."""
+
+    begin: int
+    end: int
+    position: int
+    pages: list[int]
+    context: Context
+    decode: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context, these included."""
+        return self.position + self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +269,7 @@ class Inputs:
 
     cache_rows_T: where a row's latents are written. lengths_D: context of a decode row, the new
     token included. kda_rounds: the prompt pieces, in the order in which they are computed.
+    contexts: rows that neither the page table nor mla_spans cover.
     """
 
     token_ids_T: Tensor
@@ -211,6 +280,7 @@ class Inputs:
     logit_rows_R: Tensor
     kda_rounds: list[KdaRound]
     mla_spans: list[MlaSpan]
+    contexts: list[ContextRows]
 
     @property
     def rows(self) -> int:

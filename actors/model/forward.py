@@ -57,7 +57,7 @@ class EagerRunner:
     def begin(self, batch: Batch, state: ModelState, micro: int) -> Pass:
         words = batch.words(batch.rows, len(batch.decode_spans), batch.most_pages, state.spare_row)
         (sent,) = self._uploads.send(words.flat)
-        return Forward(self._model, words.inputs(sent, batch.prefill_spans), state)
+        return Forward(self._model, words.inputs(sent, batch.spans), state)
 
 
 class Forward:
@@ -117,7 +117,7 @@ class Forward:
             saved = state.saved_conv[at], state.saved_kda[at]
             residual.add_attention(attention(x_TH, inputs, state.conv[at], state.kda[at], saved))
         else:
-            residual.add_attention(attention(x_TH, inputs, self._plan, state.caches[at]))
+            residual.add_attention(attention(x_TH, inputs, self._plan, state.caches[at], at))
 
     def _embed(self) -> Residual:
         model = self._model

@@ -110,6 +110,8 @@ def bucket_of(batch: Batch, micro: int) -> Bucket | None:
     """None for a batch that is not recorded."""
     if not batch.is_decode or batch.rows > MOST_ROWS or batch.most_pages > MOST_PAGES:
         return None
+    if batch.has_context:  # which pages are read is found out layer by layer
+        return None
     rows, pages = FEWEST_ROWS, FEWEST_PAGES
     while rows < batch.rows:
         rows *= 2

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.actors.model.batch import Inputs
+from expertmesh.actors.model.batch import PAGE_TOKENS, ContextRows, Inputs
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.kernels.latent_moe.torch_ops import Glu
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
+from expertmesh.kernels.mla.types import MlaSpan
 from expertmesh.kernels.registry import Kernels
 
 # The published code builds both LoRA norms of MLA with its class default, not rms_norm_eps.
@@ -133,8 +134,11 @@ class Mla:
         self.w_v_HvR = kv_b[:, self.nope :].contiguous()
         self.out = pack(read("o_proj.weight"))
 
-    def __call__(self, x_TH: Tensor, inputs: Inputs, plan: Any, cache: Tensor) -> Tensor:
-        """plan: what `mla_plan` has made of the decode rows, for all layers of the step."""
+    def __call__(
+        self, x_TH: Tensor, inputs: Inputs, plan: Any, cache: Tensor, layer: int
+    ) -> Tensor:
+        """plan: what `mla_plan` has made of the decode rows, for all layers of the step. layer:
+        number among the MLA layers."""
         rows, decode, norm = x_TH.shape[0], inputs.decode, self.kernels.rms_norm
         q, kv, *gate = split(self.project(x_TH), self.widths, dim=1)
         if self.q_up is not None:
@@ -145,18 +149,41 @@ class Mla:
         cache.index_copy_(0, inputs.cache_rows_T, row[: inputs.rows])
         out_THv = x_TH.new_zeros(rows, self.heads, self.v)
         if decode:
-            out_THv[:decode] = self._decode(q_n, q_r, inputs, plan, cache)
+            out_THv[:decode] = self._decode(q_n, q_r, inputs, plan, cache, layer)
         if inputs.mla_spans:
             prefill_THv = self.kernels.mla_prefill(
                 q_n, q_r, cache, self.w_k_HdR, self.w_v_HvR, inputs.mla_spans, self.scale
             )
             out_THv[decode : inputs.rows] = prefill_THv[decode : inputs.rows]
+        for own in inputs.contexts:
+            if not own.decode:
+                span = slice(own.begin, own.end)
+                out_THv[span] = self._prefill_context(q_n[span], q_r[span], own, cache, layer)
         out = out_THv.view(rows, -1)
         if gate:
             out = self.kernels.output_gate(out, gate[0])
         return self.out(out)
 
-    def _decode(self, q_n: Tensor, q_r: Tensor, inputs: Inputs, plan: Any, cache: Tensor) -> Tensor:
+    def _prefill_context(
+        self, q_n: Tensor, q_r: Tensor, own: ContextRows, cache: Tensor, layer: int
+    ) -> Tensor:
+        """A prompt piece over a context that is gathered for it. -> [T, H, v]."""
+        gathered = own.context.gather(
+            layer, cache, own.pages, own.length, lambda: self._absorb(q_n, q_r)
+        )
+        pages = torch.arange(gathered.shape[0] // PAGE_TOKENS, device=cache.device)
+        span = MlaSpan(0, own.end - own.begin, own.position, pages)
+        return self.kernels.mla_prefill(
+            q_n, q_r, gathered, self.w_k_HdR, self.w_v_HvR, [span], self.scale
+        )
+
+    def _absorb(self, q_n: Tensor, q_r: Tensor) -> Tensor:
+        """[T, H, C]."""
+        return torch.cat([torch.einsum("thd,hdr->thr", q_n, self.w_k_HdR), q_r], dim=2)
+
+    def _decode(
+        self, q_n: Tensor, q_r: Tensor, inputs: Inputs, plan: Any, cache: Tensor, layer: int
+    ) -> Tensor:
         """Absorbed form: scores against the latents themselves. -> [D, H, v]."""
         count = inputs.decode
         padded = max(count, MIN_ROWS)  # rows beyond `count` are computed and dropped
@@ -170,6 +197,12 @@ class Mla:
             self.scale,
             plan,
         )
+        for own in inputs.contexts:
+            if own.decode:
+                q_HC = torch.cat([q_HBR[:, own.begin], q_r[own.begin]], dim=1)
+                o_BHR[own.begin] = own.context.decode(
+                    layer, q_HC, cache, own.pages, own.length, self.scale
+                )
         if count < padded:
             o_BHR = torch.cat([o_BHR, o_BHR.new_zeros(padded - count, *o_BHR.shape[1:])])
         o_HBv = torch.bmm(o_BHR.transpose(0, 1), self.w_v_HvR.transpose(1, 2))
