@@ -20,17 +20,24 @@ Bytes = NDArray[np.uint8]
 
 # A plane that saves less is kept as it is: reading it back is then a copy.
 WORTH = 0.97
-_LEVEL = 1
+# Little but Huffman codes: a search for repetitions finds chance ones, which cost more than they
+# save, and is slower both ways. Runs of equal bytes are still found.
+_SEARCH: dict[str, Any] = {"strategy": zstandard.STRATEGY_FAST, "target_length": 0, "min_match": 7,
+                           "hash_log": 6, "window_log": 17}  # fmt: skip
+_PIECE = 1 << 15
 _SAMPLE = 4096
 _NOISE_BITS = 7.6  # entropy of a sample above which a plane is not even tried
 _UNPACKED = 0xFFFFFFFF
+_PLANES = {1: (1,), 2: (1, 1), 4: (1, 1, 2)}  # bytes per word -> per plane
 
 
 class _Zstd(threading.local):
     """One context per thread: they are neither cheap nor shareable."""
 
     def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
+        self.compressor = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters(write_checksum=False, **_SEARCH)
+        )
         self.decompressor = zstandard.ZstdDecompressor()
 
 
@@ -42,7 +49,7 @@ def encode(words: Words, *, signed: bool = True) -> bytes:
     bit is a sign and moves to the bottom. -> a blob of at most words.nbytes + 4 bytes.
 
     Layout: u32 length per plane, most significant first, then the planes; one that is as long as
-    there are words is stored as it is. A single u32 of ones means that the words follow unpacked.
+    it was is stored as it is. A single u32 of ones means that the words follow unpacked.
     """
     planes = [_compress(plane) for plane in _split(words, signed)]
     head = struct.pack(f"<{len(planes)}I", *map(len, planes))
@@ -53,49 +60,62 @@ def encode(words: Words, *, signed: bool = True) -> bytes:
 
 def decode(blob: Buffer, out: Words, *, signed: bool = True) -> None:
     """Writes the words of `encode` into `out`, contiguous [n]. Raises BadPayload."""
-    count, size = out.size, out.itemsize
+    widths = _PLANES[out.itemsize]
     try:
         if struct.unpack_from("<I", blob)[0] == _UNPACKED:
             out.view(np.uint8)[:] = np.frombuffer(blob, np.uint8, offset=4)
             return
-        lengths = struct.unpack_from(f"<{size}I", blob)
-        at, planes = 4 * size, []
-        for length in lengths:
-            planes.append(_decompress(blob[at : at + length], count))
+        lengths = struct.unpack_from(f"<{len(widths)}I", blob)
+        at, planes = 4 * len(widths), []
+        for length, width in zip(lengths, widths, strict=True):
+            plane = _decompress(blob[at : at + length], out.size * width)
+            planes.append(plane.view(f"u{width}"))
             at += length
     except (ValueError, struct.error, zstandard.ZstdError) as error:
-        raise BadPayload(f"blob of {len(blob)} bytes does not hold {count} words") from error
+        raise BadPayload(f"blob of {len(blob)} bytes does not hold {out.size} words") from error
     _join(planes, out, signed)
 
 
-def _split(words: Words, signed: bool) -> list[Bytes]:
-    """Planes, most significant first."""
+def _split(words: Words, signed: bool) -> list[Words]:
+    """Planes, most significant first: of 4 bytes the lower two stay together."""
     if words.itemsize == 1:
-        return [words.view(np.uint8)]
-    top = 8 * words.itemsize - 1
-    turned = (words << 1) | (words >> top) if signed else words
-    return [(turned >> shift).astype(np.uint8) for shift in range(top - 7, -1, -8)]
+        return [words]
+    if words.itemsize == 4:
+        upper = _split((words >> 16).astype(np.uint16), signed)
+        return [*upper, words.astype(np.uint16)]
+    if not signed:
+        return [(words >> 8).astype(np.uint8), words.astype(np.uint8)]
+    mantissa = words & 0x7F
+    mantissa |= (words >> 8) & 0x80
+    return [(words >> 7).astype(np.uint8), mantissa.astype(np.uint8)]
 
 
-def _join(planes: list[Bytes], out: Words, signed: bool) -> None:
-    if out.itemsize == 1:
-        out.view(np.uint8)[:] = planes[0]
-        return
-    np.copyto(out, planes[0])
-    for plane in planes[1:]:
-        np.left_shift(out, 8, out=out)
-        np.bitwise_or(out, plane, out=out)
-    if signed:
-        sign = out << (8 * out.itemsize - 1)
-        np.right_shift(out, 1, out=out)
-        np.bitwise_or(out, sign, out=out)
+def _join(planes: list[Words], out: Words, signed: bool) -> None:
+    """In pieces that stay in the cache from one pass to the next."""
+    low = 8 * (out.itemsize - 2)  # bits below the first two planes
+    for begin in range(0, out.size, _PIECE):
+        piece = out[begin : begin + _PIECE]
+        upper, *rest = (plane[begin : begin + _PIECE] for plane in planes)
+        if not rest:
+            piece[:] = upper
+            continue
+        if signed:  # sign and mantissa, spread over the word: ssss ssss smmm mmmm
+            np.copyto(piece.view(f"i{out.itemsize}"), rest[0].view(np.int8))
+            np.bitwise_and(piece, 0x807F, out=piece)
+        else:
+            np.copyto(piece, rest[0])
+        piece |= np.left_shift(upper, 7 if signed else 8, dtype=out.dtype)
+        if low:
+            np.left_shift(piece, low, out=piece)
+            np.bitwise_or(piece, rest[1], out=piece)
 
 
-def _compress(plane: Bytes) -> bytes | Buffer:
-    if _noisy(plane):
-        return plane.data
-    packed = _zstd.compressor.compress(plane.data)
-    return packed if len(packed) < plane.size * WORTH else plane.data
+def _compress(plane: Words) -> bytes | Buffer:
+    raw = plane.view(np.uint8)
+    if _noisy(raw):
+        return raw.data
+    packed = _zstd.compressor.compress(raw.data)
+    return packed if len(packed) < raw.size * WORTH else raw.data
 
 
 def _decompress(packed: Buffer, count: int) -> Bytes:
@@ -107,10 +127,10 @@ def _decompress(packed: Buffer, count: int) -> Bytes:
     return plane
 
 
-def _noisy(plane: Bytes) -> bool:
-    """By the entropy of the bytes of a sample: trying to compress noise costs as much as work."""
-    if plane.size < _SAMPLE:
+def _noisy(raw: Bytes) -> bool:
+    """By the entropy of a sample's bytes: trying to compress noise costs as much as work."""
+    if raw.size < _SAMPLE:
         return False
-    counts = np.bincount(plane[:: plane.size // _SAMPLE][:_SAMPLE], minlength=256)
+    counts = np.bincount(raw[:: raw.size // _SAMPLE][:_SAMPLE], minlength=256)
     shares = counts[counts > 0] / _SAMPLE
     return bool(-(shares * np.log2(shares)).sum() > _NOISE_BITS)

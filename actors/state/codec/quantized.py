@@ -141,7 +141,8 @@ def _words(x: Tensor) -> planes.Words:
 def _ordered(bits: planes.Words) -> planes.Words:
     """Whole numbers in the order of the floats; its own inverse."""
     top = 8 * bits.itemsize - 1
-    return bits ^ ((~(bits >> top) + 1) >> 1)
+    ordered: planes.Words = bits ^ ((~(bits >> top) + 1) >> 1)
+    return ordered
 
 
 def _up(x: Floats) -> Tensor:
