@@ -1,0 +1,187 @@
+"""What can be asked of a replica's sessions: list, show, suspend, resume, fork, delete."""
+
+from collections.abc import Callable
+from time import perf_counter
+
+import msgspec
+
+from expertmesh.actors.state.errands import Errands, Steps
+from expertmesh.actors.state.item import Kind
+from expertmesh.actors.state.manifest import Manifest
+from expertmesh.actors.state.pages import pages_for
+from expertmesh.actors.state.session_messages import (
+    Problem,
+    ResumeReport,
+    SessionAnswer,
+    SessionCall,
+    SessionProblem,
+    SessionView,
+    SuspendReport,
+)
+from expertmesh.actors.state.sessions import Sessions
+from expertmesh.actors.state.store import Fetch
+
+# The lowest tier tells how far away the state was.
+_DEPTH = ("hot", "host", "disk")
+_WRITE_PROBLEMS: dict[str, Problem] = {"full": "full", "timeout": "timeout"}
+
+
+class SessionVerbs:
+    """Belongs to the engine's thread, as everything it uses. Answers come by callback, when the
+    loads and writes that they need have ended."""
+
+    def __init__(self, sessions: Sessions, errands: Errands) -> None:
+        self._sessions, self._errands = sessions, errands
+
+    def call(self, call: SessionCall, answer: Callable[[SessionAnswer], None]) -> None:
+        """`answer` is called exactly once, at once or from `errands.poll`."""
+
+        def failed(error: Exception) -> None:
+            if not isinstance(error, SessionProblem):
+                error = SessionProblem("failed", f"{type(error).__name__}: {error}")
+            answer(error.answer())
+
+        self._errands.start(self._steps(call), answer, failed)
+
+    def _steps(self, call: SessionCall) -> Steps[SessionAnswer]:
+        if call.verb == "list":
+            yield from self._sessions.refresh()
+            views = [self._view(one) for one in self._sessions.living(call.tenant)]
+            return SessionAnswer(views=views)
+        entry = yield from self._sessions.newest(call.tenant, call.session)
+        if entry is None:
+            raise SessionProblem("unknown", f"there is no session {call.session!r}")
+        if call.verb == "show":
+            return SessionAnswer(view=self._seen(entry.manifest))
+        if call.verb == "suspend":
+            return SessionAnswer(suspended=(yield from self._suspend(entry.manifest)))
+        if call.verb == "resume":
+            return SessionAnswer(resumed=(yield from self._resume(entry.manifest)))
+        if call.verb == "fork":
+            return SessionAnswer(view=(yield from self._fork(entry.manifest, call.target)))
+        yield from self._delete(entry.manifest)
+        return SessionAnswer(deleted=call.session)
+
+    # --- looking ------------------------------------------------------------------------------
+
+    def _view(self, manifest: Manifest) -> SessionView:
+        return SessionView(
+            session_id=manifest.session,
+            status="suspended" if manifest.suspended else "active",
+            tokens=manifest.count,
+            position=manifest.position,
+            pages=pages_for(manifest.position),
+            kv_mode=manifest.mode,
+            seed=manifest.seed,
+            created=manifest.created,
+            used=manifest.used,
+            expires=self._sessions.expires(manifest),
+            version=manifest.version,
+        )
+
+    def _seen(self, manifest: Manifest) -> SessionView:
+        """With where it is. Looks names up and reads nothing."""
+        view, sizes = self._view(manifest), self._sessions.sizes
+        tiers = self._sessions.resident(manifest.point().names)
+        for name, tier in tiers.items():
+            if tier is None:
+                view.missing += 1
+            else:
+                view.resident[tier] = view.resident.get(tier, 0) + sizes[name.kind]
+        return view
+
+    # --- suspend and resume -------------------------------------------------------------------
+
+    def _suspend(self, manifest: Manifest) -> Steps[SuspendReport]:
+        """Everything of it is on disk, and synced, when this returns."""
+        sessions, began = self._sessions, perf_counter()
+        if not sessions.durable:
+            raise SessionProblem(
+                "no_disk", "this server keeps no state on disk: it was started without --state-dir"
+            )
+        names = manifest.point().names
+        if not sessions.keep(names):
+            raise SessionProblem(
+                "lost", f"the state of session {manifest.session!r} is not in memory any more: its "
+                "next request computes it again, and then it can be suspended",
+            )  # fmt: skip
+        suspended = sessions.touch(manifest, suspended=True)
+        if not sessions.enter(suspended):
+            raise SessionProblem("full", "the disk takes no more: the session is not suspended")
+        yield from self._synced("the session is not suspended")
+        return SuspendReport(
+            session_id=manifest.session,
+            tokens=manifest.count,
+            pages=sum(name.kind is Kind.PAGE for name in names),
+            bytes=sum(sessions.sizes[name.kind] for name in names),
+            seconds=perf_counter() - began,
+        )
+
+    def _synced(self, otherwise: str) -> Steps[None]:
+        flush: Fetch = self._sessions.store.flush()
+        yield flush
+        if flush.items is None:
+            raise SessionProblem(
+                _WRITE_PROBLEMS.get(flush.reason, "failed"),
+                f"the disk has not taken everything ({flush.reason}): {otherwise}",
+            )
+
+    def _resume(self, manifest: Manifest) -> Steps[ResumeReport]:
+        """Brings it into memory, verified, and holds it there for the next request."""
+        sessions, began = self._sessions, perf_counter()
+        tiers = sessions.resident(manifest.point().names)
+        fetch = sessions.fetch([name for name, tier in tiers.items() if tier != "hot"])
+        yield fetch
+        report = ResumeReport(
+            session_id=manifest.session,
+            restored_tokens=0,
+            recomputed_tokens=manifest.position,
+            tier="",
+            bytes=0,
+            load_ms=1e3 * (perf_counter() - began),
+            verify_ms=1e3 * fetch.verify_seconds,
+        )
+        if fetch.items is None:
+            fetch.cancel()
+            report.reason = (
+                f"its state could not be read ({fetch.reason}): the next request computes it again"
+            )
+            return report
+        report.restored_tokens, report.recomputed_tokens = manifest.position, 0
+        report.bytes = sum(item.nbytes for item in fetch.items)
+        report.tier = max(["hot", *(item.tier for item in fetch.items)], key=_DEPTH.index)
+        sessions.enter(sessions.touch(manifest, suspended=False))
+        sessions.hold(manifest.tenant, manifest.session, fetch)
+        return report
+
+    # --- fork and delete ----------------------------------------------------------------------
+
+    def _fork(self, manifest: Manifest, target: str) -> Steps[SessionView]:
+        """A second session in the same state. Its pages are the first one's."""
+        sessions = self._sessions
+        there = yield from sessions.newest(manifest.tenant, target)
+        if there is not None:
+            raise SessionProblem("exists", f"there is a session {target!r} already")
+        if sessions.full(manifest.tenant, target):
+            limit = sessions.settings.sessions_per_tenant
+            raise SessionProblem("quota", f"there are {limit} sessions already, and no more may be")
+        fork = sessions.twin(manifest, target)
+        if not sessions.enter(fork):
+            raise SessionProblem("full", "the disk takes no more: the session is not forked")
+        if fork.suspended:
+            yield from self._synced("the fork may not outlive this server")
+        return self._view(fork)
+
+    def _delete(self, manifest: Manifest) -> Steps[None]:
+        """Gone for everybody: a newer version says so to replicas that have an older one."""
+        sessions = self._sessions
+        if not sessions.durable:
+            sessions.forget(sessions.name(manifest.tenant, manifest.session))
+            return
+        gone = sessions.touch(manifest, suspended=False)
+        gone = msgspec.structs.replace(
+            gone, deleted=True, tokens=b"", keys=b"", tip=b"", position=0, switches=[]
+        )
+        if not sessions.enter(gone):
+            raise SessionProblem("full", "the disk takes no more: the session is not deleted")
+        yield from self._synced("the session may come back when this server starts again")

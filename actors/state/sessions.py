@@ -1,0 +1,316 @@
+"""Sessions: named states that requests go on from and leave behind (kv-state 3.9).
+
+A session holds a Tip and the conversation's tokens. Its pages and its snapshot are ordinary items
+of the store, shared with forks and with whoever has the same prefix; the session adds a manifest.
+With a disk all of it is durable, and pinned there, from the end of each turn; without one it stays
+in host memory for as long as there is room. What is lost anywhere is computed again.
+
+Several replicas may know a session. Each change raises its version, and the greatest one counts;
+a request whose prompt does not begin with a version's tokens simply does not use it, so that an old
+version costs time and never a wrong answer.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+
+from expertmesh.actors.state.errands import Steps
+from expertmesh.actors.state.item import Item, Kind, Name, StateLayout
+from expertmesh.actors.state.manifest import (
+    Manifest,
+    from_bytes,
+    pack_tokens,
+    session_name,
+    to_item,
+)
+from expertmesh.actors.state.settings import StateSettings
+from expertmesh.actors.state.store import Fetch, Store
+from expertmesh.actors.state.tip import Tip
+
+# Between two looks for sessions that are due to go or that other replicas have written.
+SWEEP_S = 10.0
+# How long what `resume` has loaded is held for the session's next request.
+HELD_S = 120.0
+
+
+class Device(Protocol):
+    """What is asked of the prefix cache on the device."""
+
+    def has(self, name: Name) -> bool: ...
+
+    def items(self, names: Sequence[Name]) -> list[Item]:
+        """Host copies of those of the names that are there."""
+        ...
+
+
+@dataclass(slots=True)
+class Entry:
+    """held: a load for the next request, until then referenced. held_at: since when."""
+
+    manifest: Manifest
+    held: Fetch | None = None
+    held_at: float = 0.0
+
+    def let_go(self) -> None:
+        if self.held is not None:
+            self.held.cancel()
+            self.held = None
+
+
+class Sessions:
+    """The sessions that one replica knows. All but `full` belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        settings: StateSettings,
+        *,
+        fingerprint: bytes,
+        layout: StateLayout,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """fingerprint: of root_key. clock: seconds since 1970."""
+        self.store, self.device, self.settings = store, device, settings
+        self.fingerprint, self._layout, self._clock = fingerprint, layout.fingerprint, clock
+        self.sizes = {kind: layout.nbytes(kind) for kind in Kind}
+        self.durable = settings.disk is not None
+        self._entries: dict[Name, Entry] = {}
+        self._of: defaultdict[str, set[str]] = defaultdict(set)  # tenant -> living sessions
+        self._pins: Counter[Name] = Counter()
+        self._next_sweep = float("-inf")
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def full(self, tenant: str, session: str) -> bool:
+        """Whether the tenant may not have this session besides those it has. From any thread."""
+        known = self._of.get(tenant, frozenset[str]())
+        return session not in known and len(known) >= self.settings.sessions_per_tenant
+
+    # --- looking ------------------------------------------------------------------------------
+
+    def name(self, tenant: str, session: str) -> Name:
+        return session_name(self.fingerprint, tenant, session)
+
+    def expires(self, manifest: Manifest) -> float:
+        return manifest.used + self.settings.session_ttl_s
+
+    def living(self, tenant: str) -> list[Manifest]:
+        """As far as is known without looking; `refresh` before."""
+        known = sorted(self._of.get(tenant, ()))
+        found = (self._living(self.name(tenant, session)) for session in known)
+        return [entry.manifest for entry in found if entry is not None]
+
+    def _living(self, name: Name) -> Entry | None:
+        entry = self._entries.get(name)
+        if entry is None or entry.manifest.deleted or self.expires(entry.manifest) <= self._clock():
+            return None
+        return entry
+
+    def newest(self, tenant: str, session: str) -> Steps[Entry | None]:
+        """The session as whoever changed it last has left it."""
+        name = self.name(tenant, session)
+        if self.durable:
+            yield from self._read([name])
+        return self._living(name)
+
+    def refresh(self) -> Steps[None]:
+        """Takes note of all sessions that other replicas, or earlier processes, have written."""
+        if self.durable:
+            self.store.look()
+            yield from self._read(list(self.store.positions(Kind.SESSION)))
+
+    def _read(self, names: Iterable[Name]) -> Steps[None]:
+        """Reads manifests that are newer on disk than here. What cannot be read is not known."""
+        written = self.store.positions(Kind.SESSION)
+        stale = [name for name in names if written.get(name, -1) > self._version(name)]
+        limit = self.settings.read_timeout_s
+        fetches = [(name, self.store.fetch([name], limit)) for name in stale]
+        for name, fetch in fetches:
+            yield fetch
+            if fetch.items is not None:
+                manifest = from_bytes(_bytes_of(fetch), name, self.fingerprint)
+                if manifest is not None and manifest.version > self._version(name):
+                    self._enter(name, manifest)
+            fetch.cancel()
+
+    def _version(self, name: Name) -> int:
+        entry = self._entries.get(name)
+        return -1 if entry is None else entry.manifest.version
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def claim(
+        self, tenant: str, session: str, mode: str, tokens: Sequence[int]
+    ) -> Steps[Tip | None]:
+        """Where a request with these prompt tokens goes on, if the session's state serves it."""
+        entry = yield from self.newest(tenant, session)
+        if entry is None or entry.manifest.mode != mode or not entry.manifest.begins(tokens):
+            return None
+        return entry.manifest.point()
+
+    def save(
+        self, tenant: str, session: str, mode: str, tokens: Sequence[int], seed: int | None,
+        tip: Tip, items: Sequence[Item],
+    ) -> bool:  # fmt: skip
+        """A turn has ended with these tokens, in this state; replaces what the session was before.
+
+        tokens: all that were handed out, of which the tip has computed the first. items: what of
+        the tip may not be in the store yet. False, and the session stays as it was, when there is
+        no room for it or something of it is gone already.
+        """
+        if self.full(tenant, session):
+            return False
+        name, now = self.name(tenant, session), self._clock()
+        before = self._living(name)
+        manifest = Manifest(
+            tenant=tenant,
+            session=session,
+            mode=mode,
+            tokens=pack_tokens(tokens),
+            position=tip.position,
+            switches=list(tip.switches),
+            keys=b"".join(tip.keys),
+            tip=tip.key,
+            seed=seed,
+            created=now
+            if self._living(name) is None or before is None
+            else before.manifest.created,
+            used=now,
+            version=self.next_version(name),
+        )
+        for item in items:
+            if not self.store.put(item, durable=self.durable):
+                return False
+        return self.keep(tip.names) and self.enter(manifest)
+
+    def keep(self, names: Sequence[Name]) -> bool:
+        """Sees to it that items are in the store, and stay there where they are durable. False:
+        some are nowhere, or there is no room."""
+        if not self.durable:
+            return True  # what host memory keeps is its own decision
+        lost = self.store.keep(names)
+        for item in self.device.items(lost) if lost else ():
+            self.store.put(item, durable=True)
+        return not (lost and self.store.keep(lost))
+
+    # --- changing -----------------------------------------------------------------------------
+
+    def next_version(self, name: Name) -> int:
+        return max(time.time_ns(), self._version(name) + 1)
+
+    def touch(self, manifest: Manifest, suspended: bool) -> Manifest:
+        """The manifest as it is when it has just been used."""
+        name = self.name(manifest.tenant, manifest.session)
+        return msgspec.structs.replace(
+            manifest, used=self._clock(), version=self.next_version(name), suspended=suspended
+        )
+
+    def enter(self, manifest: Manifest) -> bool:
+        """The session is this from now on, here and, with a disk, for everybody. False: no room."""
+        item = to_item(manifest, self.fingerprint, self._layout)
+        if self.durable and not self.store.put(item, durable=True, pinned=True):
+            return False
+        self._enter(self.name(manifest.tenant, manifest.session), manifest)
+        return True
+
+    def _enter(self, name: Name, manifest: Manifest) -> None:
+        old = self._entries.get(name)
+        self._entries[name] = Entry(manifest)
+        if manifest.deleted:
+            self._of[manifest.tenant].discard(manifest.session)
+        else:
+            self._of[manifest.tenant].add(manifest.session)
+            self._pin(manifest.point().names)
+        if old is not None:
+            old.let_go()
+            self._leave(old.manifest)
+
+    def _leave(self, manifest: Manifest) -> None:
+        """Nobody goes on from this state under that name any more."""
+        if manifest.deleted:
+            return
+        tip = manifest.point()
+        self._unpin(tip.names)
+        # A snapshot off the grid serves no other prefix; the rest is the prefix cache's.
+        if tip.begun and not any(self._pins[name] for name in tip.end):
+            self.store.drop(tip.end)
+
+    def _pin(self, names: Sequence[Name]) -> None:
+        first = [name for name in names if not self._pins[name]]
+        self._pins.update(names)
+        if self.durable:
+            self.store.pin(first)
+
+    def _unpin(self, names: Sequence[Name]) -> None:
+        self._pins.subtract(names)
+        last = [name for name in names if self._pins[name] <= 0]
+        for name in last:
+            del self._pins[name]
+        if self.durable:
+            self.store.unpin(last)
+
+    def hold(self, tenant: str, session: str, fetch: Fetch) -> None:
+        """What was loaded stays in memory for the session's next request, or for HELD_S."""
+        entry = self._entries[self.name(tenant, session)]
+        entry.let_go()
+        entry.held, entry.held_at = fetch, self._clock()
+
+    def twin(self, manifest: Manifest, session: str) -> Manifest:
+        """The same state under another name."""
+        now, name = self._clock(), self.name(manifest.tenant, session)
+        return msgspec.structs.replace(
+            manifest, session=session, created=now, used=now, version=self.next_version(name)
+        )
+
+    def fetch(self, names: Sequence[Name]) -> Fetch:
+        """Loads them from below the device. Larger ones may take longer."""
+        limit = self.settings.read_timeout_s + 4 * self.store.load_seconds(names)
+        return self.store.fetch(names, limit)
+
+    # --- time ---------------------------------------------------------------------------------
+
+    @property
+    def sweep_due(self) -> bool:
+        return self._clock() >= self._next_sweep
+
+    def sweep(self) -> None:
+        """Drops sessions that nobody has used for too long, lets go of loads nobody came for."""
+        now = self._clock()
+        self._next_sweep = now + SWEEP_S
+        for name, entry in list(self._entries.items()):
+            if self.expires(entry.manifest) <= now:
+                self.forget(name)
+            elif entry.held is not None and entry.held_at + HELD_S <= now:
+                entry.let_go()
+
+    def forget(self, name: Name) -> None:
+        """The session leaves this replica and its part of the disk."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return
+        entry.let_go()
+        self._of[entry.manifest.tenant].discard(entry.manifest.session)
+        self._leave(entry.manifest)
+        if self.durable:
+            self.store.unpin([name])
+            self.store.drop([name])
+
+    def resident(self, names: Sequence[Name]) -> Mapping[Name, str | None]:
+        """The highest tier of each; "hot" is the device."""
+        return {n: "hot" if self.device.has(n) else self.store.where(n) for n in names}
+
+
+def _bytes_of(fetch: Fetch) -> bytes:
+    """Of the only item of a fetch, a session's."""
+    assert fetch.items is not None
+    (loaded,) = fetch.items
+    out = torch.empty(loaded.raw_bytes, dtype=torch.uint8)
+    loaded.layer(0, 0, out)
+    return out.numpy().tobytes()
