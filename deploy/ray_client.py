@@ -1,8 +1,9 @@
 """The EngineClient over the attention replicas of a mesh, as many as there are at the moment.
 
 A directory says which replicas exist; each has a link. A request goes to the replica that has
-least to do for this front door, and what comes back is remembered, so that a request outlives its
-replica. It goes on elsewhere, after the last token that arrived, when its replica
+least to do for this front door, where what it has computed of the prompt already needs no doing
+(prefix_index.py). What comes back is remembered, so that a request outlives its replica. It goes on
+elsewhere, after the last token that arrived, when its replica
 
 - dies, breaks its stream, falls silent, or says that it has lost its requests or aborted one:
   at once, or as soon as a replica is there;
@@ -33,6 +34,7 @@ from expertmesh.cluster.watch import first_line
 from expertmesh.deploy import replica_link
 from expertmesh.deploy.engine_client import Ended, EngineUnavailable, Pace, at_once
 from expertmesh.deploy.mailbox import Mailbox
+from expertmesh.deploy.prefix_index import Choice, PrefixIndex, Route, Why
 from expertmesh.deploy.replica_link import NotTaken, ReplicaLink
 from expertmesh.deploy.tracked import TrackedRequest
 
@@ -74,6 +76,8 @@ class RayEngineClient:
         self._leaving: dict[ReplicaLink, asyncio.Task[None]] = {}
         self._requests: dict[str, TrackedRequest] = {}  # by the client's id
         self._attempts: dict[str, TrackedRequest] = {}  # by the id on the wire
+        self._prefixes = PrefixIndex()
+        self.placed: Callable[[Why], None] = lambda why: None  # told of each request's replica
         self._changed = asyncio.Event()  # replaced whenever it is set: all waiters look again
         self._some_up, self._none_up_since = False, float("-inf")
         self._follower: asyncio.Task[None] | None = None
@@ -154,9 +158,12 @@ class RayEngineClient:
         """Returns when a replica has taken the request, or with an error in its mailbox."""
         tracked.placing = True
         tracked.deadline = time.monotonic() + self._hold_s
+        route = self._prefixes.route(tracked.request)
         try:
-            while link := await self._next_link(tracked):
-                if await self._try(tracked, link):
+            while choice := await self._next_link(tracked, route):
+                self._prefixes.placed(route, choice.link.holder)
+                if await self._try(tracked, choice):
+                    self.placed(choice.why)
                     return
         except Exception as error:
             self._detach(tracked)
@@ -164,9 +171,10 @@ class RayEngineClient:
         finally:
             tracked.placing = False
 
-    async def _try(self, tracked: TrackedRequest, link: ReplicaLink) -> bool:
+    async def _try(self, tracked: TrackedRequest, choice: Choice[ReplicaLink]) -> bool:
         """One attempt; whether the replica has taken the request and still has it."""
-        attempt = tracked.next_attempt()
+        link = choice.link
+        attempt = tracked.next_attempt(choice.known)
         self._attach(tracked, link)
         try:
             await link.submit(attempt)
@@ -186,8 +194,8 @@ class RayEngineClient:
         tracked.taken = True
         return tracked.link is link
 
-    async def _next_link(self, tracked: TrackedRequest) -> ReplicaLink | None:
-        """The replica with least to do; None when the request has ended meanwhile.
+    async def _next_link(self, tracked: TrackedRequest, route: Route) -> Choice[ReplicaLink] | None:
+        """The replica with least to do for it; None when the request has ended meanwhile.
 
         Raises EngineUnavailable when there is none in time.
         """
@@ -205,7 +213,7 @@ class RayEngineClient:
                 reason = tracked.setback or self.ready()[1]
                 raise EngineUnavailable(f"no replica within {self._hold_s:g} s: {reason}")
             if free:
-                return min(free, key=lambda link: link.load)
+                return self._prefixes.choose(free, route)
             with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), tracked.deadline - now)
         return None

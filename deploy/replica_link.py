@@ -21,6 +21,7 @@ from expertmesh.actors.process import Health
 from expertmesh.cluster.watch import first_line
 from expertmesh.deploy.engine_client import EngineUnavailable
 from expertmesh.deploy.mesh_client import answer_of
+from expertmesh.deploy.prefix_index import TOKENS_PER_REQUEST
 from expertmesh.deploy.tracked import TrackedRequest
 
 _log = logging.getLogger(__name__)
@@ -30,9 +31,6 @@ _log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.5
 ANSWER_SECONDS = 3.0
 STATS_SECONDS = 2.0
-# So many tokens that wait to be computed weigh as much as one running request.
-TOKENS_PER_REQUEST = 64
-
 Find = Callable[[], Any]
 Taken = asyncio.Future[Refusal | None]
 
@@ -55,7 +53,8 @@ class LinkOwner(Protocol):
 
 class ReplicaLink:
     """state: "up" takes requests; "held" keeps what it has and takes no new ones while the mesh
-    recovers; "down" has lost them, or was never connected. reason: why it is not up."""
+    recovers; "down" has lost them, or was never connected. reason: why it is not up. holder: names
+    the process at its other end among all there ever were."""
 
     def __init__(self, seat: str, find: Find, owner: LinkOwner) -> None:
         """seat: what metrics and messages call it. find: returns the actor's handle."""
@@ -67,7 +66,7 @@ class ReplicaLink:
         self.trial: TrackedRequest | None = None  # a request under suspicion; one at a time
         self.leaving = False
         self._find, self._owner = find, owner
-        self._ingress = uuid.uuid4().hex
+        self.holder = self._ingress = uuid.uuid4().hex
         self._actor: Any = None
         self._task: asyncio.Task[None] | None = None
         self._pending: list[tuple[GenerateRequest, Taken]] = []
@@ -78,8 +77,14 @@ class ReplicaLink:
         self._decode = msgspec.msgpack.Decoder(list[TokenOutput]).decode
 
     @property
+    def running(self) -> int:
+        """Requests that it has from this front door."""
+        return len(self.requests)
+
+    @property
     def load(self) -> float:
-        """How much it has to do for this front door, in running requests."""
+        """How much it has to do for this front door, in running requests: tokens that are still to
+        be computed count as well."""
         return len(self.requests) + self.queued / TOKENS_PER_REQUEST
 
     def start(self) -> None:

@@ -53,12 +53,13 @@ class TrackedRequest:
         self.placing = False  # whether somebody is looking for a replica for it
         self.mover: asyncio.Task[None] | None = None
 
-    def next_attempt(self) -> GenerateRequest:
-        """The request as the next replica gets it: it goes on after what was received."""
+    def next_attempt(self, known: int = 0) -> GenerateRequest:
+        """The request as the next replica gets it: it goes on after what was received. known:
+        tokens of the prompt that the replica has probably computed for others."""
         name = self.request.request_id
         self.wire_id = f"{name}~{self.attempts}" if self.attempts else name
         self.attempts += 1
-        self.queued = len(self.request.prompt_ids) + len(self.ids)
+        self.queued = len(self.request.prompt_ids) - known + len(self.ids)
         return msgspec.structs.replace(
             self.request, request_id=self.wire_id, resume_ids=self.ids.copy()
         )
