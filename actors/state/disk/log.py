@@ -1,0 +1,283 @@
+"""The cold tier: a log of pages, snapshots and sessions that outlives the process.
+
+ROOT/writer-0000000N/ belongs to one process at a time, by a lock that dies with it; a process that
+starts takes the first folder that nobody holds and continues it. All read all. Whatever is not
+exactly what was appended is a miss with a counter (kv-state 3.7, 3.8).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from expertmesh.actors.state.disk.counters import Counters
+from expertmesh.actors.state.disk.errors import DiskFailed, DiskFull
+from expertmesh.actors.state.disk.files import Buffer, Files
+from expertmesh.actors.state.disk.library import Found, Library
+from expertmesh.actors.state.disk.manifest import Entry, Op
+from expertmesh.actors.state.disk.reader import Allocate, Reader
+from expertmesh.actors.state.disk.record import Record, encode, record_bytes
+from expertmesh.actors.state.disk.seal import Seal
+from expertmesh.actors.state.disk.space import Space, Victim, segment_size, victim
+from expertmesh.actors.state.item import Header, Kind, Name
+from expertmesh.actors.state.stats import TierStats
+
+# After the file system was full and eviction did not help, nothing is tried for so long.
+FULL_PAUSE_S = 30.0
+
+
+class DiskLog:
+    """append, sync, remove, pin, unpin, refresh and close: one thread. The rest: any."""
+
+    def __init__(
+        self,
+        library: Library,
+        space: Space,
+        reader: Reader,
+        counters: Counters,
+        seal: Seal | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._library, self._space, self._reader = library, space, reader
+        self._counters, self._seal, self._clock = counters, seal, clock
+        self._writer = library.primary
+        self._copied: set[Name] = set()
+        self._full_until = 0.0
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        capacity: int,
+        layout: bytes,
+        segment_bytes: int = 0,
+        secret: bytes | None = None,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "DiskLog":
+        """capacity: most bytes that all replicas together allocate under `folder`. layout: of the
+        items, those of others are misses. segment_bytes: 0 for 256 MiB or a 16th of the capacity.
+        secret: seals what is written and refuses what is not sealed by it.
+
+        Raises ValueError for impossible sizes, DiskFailed for a folder that cannot be used.
+        """
+        files = files or Files()
+        size = segment_size(capacity, segment_bytes)
+        library = Library.open(files, folder)
+        counters = Counters()
+        for writer in library.writers:
+            counters.fail("manifest", writer.damaged)
+            counters.fail("missing", writer.missing)
+        seal = Seal(secret) if secret else None
+        log = cls(
+            library,
+            Space(files, folder, capacity, size),
+            Reader(files, library, layout, seal, counters),
+            counters,
+            seal,
+            clock,
+        )
+        log._space.measure()
+        return log
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def append(
+        self,
+        header: Header,
+        codec: str,
+        raw_bytes: int,
+        payload: Sequence[Buffer],
+        *,
+        pinned: bool = False,
+    ) -> bool:
+        """Whether the item waits for the next sync; False: it is there already. What has a page's
+        or snapshot's name has its bytes, so only a session replaces the one before.
+
+        pinned: evicted never, only removed. Raises DiskFull or DiskFailed: it is not stored then.
+        """
+        self._check_open()
+        if header.kind is not Kind.SESSION and self._have(header.name, pinned):
+            return False
+        if self._clock() < self._full_until:
+            raise DiskFull(f"no room was left a moment ago, under {self._library.root}")
+        probing = bool(self._full_until)
+        for last in (probing, True):
+            try:
+                self._write(header, codec, raw_bytes, payload, pinned, spare=False)
+                break
+            except DiskFull:
+                # One segment and one more try: if others fill the disk, all would not be enough.
+                if last or not self._evict():
+                    self._full_until = self._clock() + FULL_PAUSE_S
+                    self._counters.read_only = "full"
+                    self._counters.fail("full")
+                    raise
+        self._full_until, self._counters.read_only = 0.0, ""
+        self._copied.discard(header.name)
+        return True
+
+    def _have(self, name: Name, pinned: bool) -> bool:
+        waiting = self._writer.pending.get(name)
+        if waiting is not None:
+            self._writer.pending[name] = waiting._replace(pinned=waiting.pinned or pinned)
+            return True
+        return self.has(name) and not (pinned and self.pin([name]))
+
+    def _write(
+        self,
+        header: Header,
+        codec: str,
+        raw_bytes: int,
+        payload: Sequence[Buffer],
+        pinned: bool,
+        spare: bool,
+    ) -> None:
+        began = time.perf_counter()
+        nbytes = record_bytes(header, payload, self._seal)
+        self._make_room(nbytes, spare)
+        place = self._writer.next_place(nbytes)
+        before = self._library.find(header.name) if header.kind is Kind.SESSION else None
+        stamp = max(time.time_ns(), before.entry.stamp + 1 if before else 0)
+        entry = Entry(
+            Op.PUT, header.kind, header.key, place, raw_bytes, header.position, stamp, pinned
+        )
+        buffers = encode(header, codec, raw_bytes, payload, place, self._seal)
+        self._writer.append(entry, buffers)
+        self._counters.wrote(1, nbytes, time.perf_counter() - began)
+
+    def _make_room(self, nbytes: int, spare: bool) -> None:
+        """A segment in which the next record fits, under the cap. Raises DiskFull."""
+        while not self._writer.fits(nbytes):
+            if self._space.begin_segment(self._writer, nbytes, spare):
+                return
+            if spare or not self._evict():
+                raise DiskFull(f"{self._space.capacity} bytes are in use, none can be evicted")
+
+    def _evict(self) -> bool:
+        """Gives one segment back, its pinned records copied on before. False: there is none."""
+        self._library.adopt()
+        found = victim(self._library.writers)
+        if found is None:
+            return False
+        held = found.writer.index.segments[found.segment]
+        items = len(held.names)
+        try:
+            for name in list(held.names):
+                if found.writer.index.entries[name].pinned and self._copy(found, name):
+                    items -= 1
+        except DiskFull:
+            return False
+        self._writer.commit()
+        found.writer.drop(found.segment)
+        self._counters.evicted(items)
+        return True
+
+    def _copy(self, found: Victim, name: Name) -> bool:
+        """Whether a pinned record outlives its segment."""
+        if name in self._writer.pending:
+            return True
+        entry = found.writer.index.entries[name]
+        if found.writer is not self._writer and not self.pin([name]):
+            return True
+        record = self._reader.verify(Found(found.writer.path, entry))
+        if record is None:
+            return False
+        payload = [record.payload]
+        self._write(record.header, record.codec, record.raw_bytes, payload, True, spare=True)
+        self._copied.add(name)
+        return True
+
+    def sync(self) -> list[Name]:
+        """Makes all of it last and returns the names put since the last good sync, in order.
+
+        Raises DiskFailed: what was appended since is not stored; removals are tried again.
+        """
+        self._check_open()
+        began = time.perf_counter()
+        self._library.bury()
+        for writer in self._library.writers:
+            writer.commit()
+        done, self._writer.committed = self._writer.committed, []
+        for entry in done:
+            self._library.touch(entry)
+        names = dict.fromkeys(entry.name for entry in done if entry.name not in self._copied)
+        self._copied.clear()
+        self._counters.wrote(0, 0, time.perf_counter() - began)
+        return list(names)
+
+    def remove(self, names: Sequence[Name]) -> None:
+        """Wherever copies are. They are gone for readers at once, for good with the next sync."""
+        self._check_open()
+        for name in names:
+            self._writer.pending.pop(name, None)
+            self._library.change(name, Op.REMOVE)
+
+    def unpin(self, names: Sequence[Name]) -> None:
+        self._check_open()
+        for name in names:
+            waiting = self._writer.pending.get(name)
+            if waiting is not None:
+                self._writer.pending[name] = waiting._replace(pinned=False)
+            self._library.change(name, Op.UNPIN)
+
+    def pin(self, names: Sequence[Name]) -> list[Name]:
+        """Keeps them from eviction; returns those that no folder of ours has, which must be
+        appended as pinned."""
+        self._check_open()
+        return [name for name in names if not self._library.pin(name)]
+
+    def refresh(self) -> None:
+        """Takes note of what other replicas have written and removed, and gives a segment back
+        where they have no room and we more than a share. Raises DiskFailed."""
+        self._check_open()
+        self._counters.fail("manifest", self._library.refresh())
+        if self._space.crowded(self._library.writers, self._library.replicas):
+            self._library.adopt()
+            if self._space.crowded(self._library.writers, self._library.replicas):
+                self._evict()
+
+    def close(self) -> None:
+        """Syncs and writes checkpoints. Idempotent. Raises DiskFailed, closed all the same."""
+        if not self._closed:
+            self._closed = True
+            self._library.bury()
+            self._library.close()
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def read(self, name: Name, allocate: Allocate | None = None) -> Record | None:
+        """A verified item; None for a miss. allocate: makes the buffer for the body, of the size
+        given or more; the record's payload is a view of it. Raises DiskFailed."""
+        self._check_open()
+        return self._reader.read(name, allocate)
+
+    def has(self, name: Name) -> bool:
+        """Whether it was there when last heard of. No I/O."""
+        return self._library.find(name) is not None
+
+    def nbytes(self, name: Name) -> int | None:
+        """What a read of it reads."""
+        found = self._library.find(name)
+        return found.entry.place.nbytes if found else None
+
+    def positions(self, kind: Kind) -> dict[Name, int]:
+        """Position of everything of a kind. O(items)."""
+        return {name: entry.position for name, entry in self._library.names(kind).items()}
+
+    def names(self, kind: Kind) -> list[Name]:
+        return list(self._library.names(kind))
+
+    @property
+    def damage(self) -> dict[str, int]:
+        """What was found damaged, by the check that found it."""
+        return self._counters.damage
+
+    def stats(self) -> TierStats:
+        """Of all folders; reads and writes are this process's."""
+        return self._counters.stats(self._space.capacity, self._library.indexes)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DiskFailed("the log is closed", "closed")
