@@ -38,26 +38,14 @@ from expertmesh.actors.constraint.compiler import Grammars
 from expertmesh.actors.constraint.matcher import Matcher
 from expertmesh.actors.constraint.spec import ConstraintError
 from expertmesh.actors.exchange.base import Exchange
-from expertmesh.actors.model.batch import PAGE_TOKENS, Batch
+from expertmesh.actors.model.batch import Batch
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.model import RoutingTrace
+from expertmesh.actors.state.cache import StateCache
+from expertmesh.actors.state.model_state import ModelState
 from expertmesh.actors.state.pages import Pool
-
-
-class State(Protocol):
-    """What the engine needs of a ModelState: its sizes, and an empty slot for a new owner."""
-
-    pages: int
-    slots: int
-    latents: Tensor
-
-    @property
-    def page_bytes(self) -> int: ...
-
-    @property
-    def slot_bytes(self) -> int: ...
-
-    def zero_slot(self, slot: int) -> None: ...
+from expertmesh.actors.state.plain_cache import PlainCache, PlainState
+from expertmesh.actors.state.store import Store
 
 
 class ForwardModel(Protocol):
@@ -109,16 +97,25 @@ class Engine:
     def __init__(
         self,
         model: ForwardModel,
-        state: State,
+        state: PlainState,
         exchange: Exchange,
         settings: EngineSettings,
         eos_ids: Iterable[int],
         grammars: Grammars | None = None,
+        *,
+        fingerprint: bytes | None = None,
+        store: Store | None = None,
     ) -> None:
-        """grammars: compiles constraints; without it requests that have one are refused."""
+        """grammars: compiles constraints; without it requests that have one are refused.
+        fingerprint: names the model's state; without it nothing is kept of a request. store: tiers
+        below the device."""
         self.model, self.state, self.exchange, self.settings = model, state, exchange, settings
-        self.pages, self.slots = Pool("page", state.pages), Pool("slot", state.slots, compact=True)
-        self.scheduler = Scheduler(settings, self.pages, self.slots)
+        self.cache: StateCache | PlainCache = PlainCache(state)
+        if fingerprint is not None:
+            assert isinstance(state, ModelState)
+            self.cache = StateCache(state, settings.state, fingerprint, store, settings.step_tokens)
+        self.pages, self.slots = self.cache.pages, Pool("slot", state.slots, compact=True)
+        self.scheduler = Scheduler(settings, self.cache, self.slots)
         self.sampler = Sampler(model.kernels, state.latents.device)
         self._masks = MaskMaker(model.config.vocab_size, state.latents.device)
         self._grammars = grammars
@@ -201,7 +198,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox or self._sequences)
+        return bool(self._inbox or len(self._sequences) > self.cache.loading)
 
     def stats(self) -> EngineStats:
         """A copy; the counters of one step may be seen half updated."""
@@ -211,6 +208,7 @@ class Engine:
         stats.waiting_tokens = self._waiting_tokens()
         stats.pages_free, stats.slots_free = self.pages.free, self.slots.free
         stats.preemptions = self.scheduler.preemptions
+        stats.cache = self.cache.stats()
         stats.failed = self.failed
         return stats
 
@@ -234,7 +232,7 @@ class Engine:
             if not (plan.decode or plan.prefill):
                 self._check_idle()
                 return outputs
-            step = build_step(plan)
+            step = build_step(plan, self.cache.saves)
             planned = perf_counter()
             making = self._masks.start(step.sampled)
             logits_RV = self._run(plan, step)
@@ -242,6 +240,8 @@ class Engine:
             masks = None if making is None else making.result()
             sampled, broken = self._sample(step, logits_RV, masks)
             self._now = drawn = perf_counter()
+            self.cache.observe(len(step.batch.token_ids_T) - len(plan.decode), drawn - planned)
+            self._commit(step, sampled, broken)
             self._publish(step, sampled, broken, outputs)
             count.steps += 1
             count.plan_seconds += planned - start
@@ -312,6 +312,7 @@ class Engine:
         arrived = self._names[request.request_id]
         seq = Sequence(request, self._submitted, due, self._eos_ids, arrived, matcher)
         self._sequences[seq.id] = seq
+        self.cache.open(seq, request.tenant)
         self.scheduler.add(seq)
 
     def _turn_away(
@@ -330,7 +331,7 @@ class Engine:
         return output
 
     def _check_idle(self) -> None:
-        if self._sequences:
+        if len(self._sequences) > self.cache.loading:
             heads = self.scheduler.running[:1] + self.scheduler.waiting[:1]
             raise EngineStalled(
                 f"{len(self.scheduler.running)} running and {len(self.scheduler.waiting)} waiting, "
@@ -344,8 +345,7 @@ class Engine:
         timings.step_tokens.observe(len(step.batch.token_ids_T))
         for seq in plan.admitted:
             timings.start(seq.times, now)
-            # By ownership, not by length: a one-token prompt must not inherit a stranger's state.
-            self.state.zero_slot(seq.slot)
+        self.cache.begin(plan.admitted)
         trace = RoutingTrace() if step.wants_routing else None
         logits_RV = self._forward(step, trace)
         for seq, begin, end in step.spans:
@@ -366,6 +366,19 @@ class Engine:
         return self.model.forward(
             step.batch, self.state, self.exchange, trace, ping_pong=self.settings.ping_pong
         )
+
+    def _commit(self, step: Step, sampled: Sampled, broken: list[Sequence]) -> None:
+        """What the step has computed is complete; others may find it unless it is no number."""
+        self.cache.arrived()
+        bad = {seq.number for seq in broken}
+        bad.update(
+            seq.number
+            for seq, token in zip(step.sampled, sampled.ids, strict=True)
+            if token == NO_TOKEN
+        )
+        for seq, _, _ in step.spans:
+            if seq.number not in bad:
+                self.cache.commit(seq)
 
     def _sample(
         self, step: Step, logits_RV: Tensor, masks: Masks | None
@@ -422,6 +435,7 @@ class Engine:
     def _output(self, seq: Sequence) -> TokenOutput:
         """An output with what is due once (prompt log-probabilities) or piles up (routing)."""
         output = TokenOutput(request_id=seq.id, prompt_tokens=seq.prompt_len)
+        output.cached_tokens = seq.prefix.hit or 0
         if seq.routing:
             output.routed_experts = bytes(seq.routing)
             seq.routing.clear()
@@ -469,8 +483,7 @@ class Engine:
         Its pages are wiped: what is not finite would reach their next owner, for 0 * NaN is NaN
         even where the attention is masked.
         """
-        latents = self.state.latents
-        latents.view(latents.shape[0], self.pages.size, PAGE_TOKENS, -1)[:, seq.pages] = 0
+        self.cache.withdraw(seq)
         text = "prompt" if seq.computed <= seq.prompt_len else "answer"
         reason = f"the model's logits are not finite in the {text}, at position {seq.computed - 1}"
         return self._finish(seq, "error", reason)

@@ -18,7 +18,9 @@ from expertmesh.actors.attention.sequence import NO_SLOT, Sequence
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.attention.validation import peak_tokens
 from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.state.cache import StateCache
 from expertmesh.actors.state.pages import Pool, pages_for
+from expertmesh.actors.state.plain_cache import PlainCache
 
 AGED_LEVELS = 8
 
@@ -36,13 +38,16 @@ class Plan:
 class Scheduler:
     """waiting and running are sorted by rank; a sequence is in one of them, or gone."""
 
-    def __init__(self, settings: EngineSettings, pages: Pool, slots: Pool) -> None:
-        self.settings, self.pages, self.slots = settings, pages, slots
+    def __init__(
+        self, settings: EngineSettings, cache: StateCache | PlainCache, slots: Pool
+    ) -> None:
+        self.settings, self.cache, self.slots = settings, cache, slots
+        self.pages = cache.pages
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._cell = min(PAGE_TOKENS, settings.step_tokens)
-        self._watermark = max(1, int(settings.watermark * pages.size))
+        self._watermark = max(1, int(settings.watermark * self.pages.size))
 
     def due(self, step: int, priority: int) -> int:
         """The first half of a rank: when a request that arrives at `step` is due."""
@@ -64,19 +69,24 @@ class Scheduler:
                     seq.pages += self.pages.take(seq.number, 1)
             at += 1
 
-        # Admit: in rank order. Who fits may pass who does not, a bounded number of times. Pages
-        # that were just taken from someone are not handed to the next in line at once.
+        # Admit: in rank order. Who fits may pass who does not, a bounded number of times; whose
+        # state is still being loaded holds no page and is passed freely. Pages that were just taken
+        # from someone are not handed to the next in line at once.
         if self.preemptions == before:
             passed: list[Sequence] = []
             for seq in self.waiting[: self.settings.lookahead]:
+                shared = self.cache.attach(seq)
+                if shared is None:
+                    continue
                 need, room = self._pages_to_start(seq)
-                if not self._fits(room) and not self._evict_for(seq, room):
+                if not self._fits(room - shared) and not self._evict_for(seq, room - shared):
+                    self.cache.detach(seq)
                     if not self.slots.free or seq.bypassed >= self.settings.max_bypass:
                         break
                     passed.append(seq)
                     continue
                 seq.slot = self.slots.take(seq.number, 1)[0]
-                seq.pages = self.pages.take(seq.number, need)
+                seq.pages = self.cache.pages_of(seq, need)
                 del self.waiting[bisect_left(self.waiting, seq)]
                 insort(running, seq)
                 plan.admitted.append(seq)
@@ -116,8 +126,8 @@ class Scheduler:
         return max(seq.chunk_end, block + (end - block) // self._cell * self._cell)
 
     def _pages_to_start(self, seq: Sequence) -> tuple[int, int]:
-        """Pages to take, and pages that must be free. Never more than the sequence's peak, so that
-        what check_request let in fits when the pool is empty."""
+        """Pages that it needs, and with head room: those that it shares among them. Never more than
+        the sequence's peak, so that what check_request let in fits when nothing else runs."""
         need = pages_for(len(seq.tokens))
         peak = pages_for(peak_tokens(seq.prompt_len, seq.params.max_tokens))
         return need, min(peak, need + (self._watermark << min(seq.preemptions, 32)))
@@ -152,6 +162,7 @@ class Scheduler:
         """Takes everything from a running sequence; it queues again at its old rank."""
         seq.high_water = max(seq.high_water, seq.computed)
         self._release(seq)
+        self.cache.reopen(seq)
         seq.preemptions += 1
         self.preemptions += 1
         insort(self.waiting, seq)
@@ -162,6 +173,7 @@ class Scheduler:
             self._release(seq)
         else:
             del self.waiting[bisect_left(self.waiting, seq)]
+        self.cache.close(seq)
 
     def _release(self, seq: Sequence) -> None:
         del self.running[bisect_left(self.running, seq)]

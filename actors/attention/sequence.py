@@ -7,8 +7,10 @@ from expertmesh.actors.attention.messages import GenerateRequest, TokenLogprobs
 from expertmesh.actors.attention.timings import Times
 from expertmesh.actors.attention.validation import end_ids
 from expertmesh.actors.constraint.matcher import Matcher
+from expertmesh.actors.state.prefix import Prefix
 
 NO_SLOT = -1
+NO_PREFIX = Prefix(b"", b"", ())
 NONE = frozenset[int]()
 # Below this a division by the temperature only loses bits: the draw would be the argmax.
 GREEDY_TEMPERATURE = 1e-5
@@ -18,10 +20,11 @@ class Sequence:
     """Tokens, place in the queue, and what it owns of the state.
 
     tokens: prompt, then generated. computed: how many of them are in the state. A preempted
-    sequence starts again at computed = 0: its prompt goes through prefill, its generated tokens
-    one by one through decode, and nothing is sampled before computed reaches len(tokens). That is
-    the same arithmetic in the same order as the first time, so the continuation is bit-exact.
-    A resumed request starts in the same way, with tokens that another engine has generated.
+    sequence starts again, at 0 or where the cache has its state: its prompt goes through prefill,
+    its generated tokens one by one through decode, and nothing is sampled before computed reaches
+    len(tokens). That is the same arithmetic in the same order as the first time, so the
+    continuation is bit-exact. A resumed request starts in the same way, with tokens that another
+    engine has generated. prefix: what the cache knows of it.
 
     rank: (due step, number); the smaller, the sooner it is served. It never changes, so a
     preempted sequence keeps its place.
@@ -42,6 +45,7 @@ class Sequence:
         "params",
         "penalties",
         "preemptions",
+        "prefix",
         "priority",
         "prompt_counted",
         "prompt_len",
@@ -76,6 +80,7 @@ class Sequence:
         self.prompt_len = len(request.prompt_ids)
         self.computed = self.chunk_end = 0
         self.slot, self.pages = NO_SLOT, list[int]()
+        self.prefix: Prefix = NO_PREFIX
         self.preemptions = self.bypassed = 0
         self.prompt_counted = self.prompt_reported = bool(resumed)
         # Positions computed before the last preemption or by another engine, now done again. The
@@ -106,6 +111,17 @@ class Sequence:
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.rank < other.rank
+
+    @property
+    def readable(self) -> int:
+        """How many tokens need not be computed if their state is known: not the last, from which
+        the next one comes, nor one whose log-probabilities or experts are still to be reported."""
+        limit = len(self.tokens) - 1
+        if self.params.want_routed_experts:
+            limit = min(limit, self.high_water)
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len:
+            limit = min(limit, len(self.prompt_logprobs) - 1)
+        return limit
 
     @property
     def generated(self) -> int:

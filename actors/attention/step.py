@@ -1,5 +1,6 @@
 """From a plan to the batch the model runs, and what its logits rows are for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -40,8 +41,14 @@ class Step:
 _slot = attrgetter("slot")
 
 
-def build_step(plan: Plan) -> Step:
-    """Decode rows first, prompt chunks after, logits rows ascending (Batch.split relies on it)."""
+Saves = Callable[[Sequence, int, int], tuple[tuple[int, int], ...]]
+
+
+def build_step(plan: Plan, saves: Saves) -> Step:
+    """Decode rows first, prompt chunks after, logits rows ascending (Batch.split relies on it).
+
+    saves: which snapshots a prompt piece leaves; see Span.
+    """
     tokens: list[int] = []
     spans: list[Span] = []
     owners: list[tuple[Sequence, int, int]] = []
@@ -65,7 +72,8 @@ def build_step(plan: Plan) -> Step:
     for seq in plan.prefill:
         row, begin, end = len(tokens), seq.computed, seq.chunk_end
         tokens += seq.tokens[begin:end]
-        spans.append(Span(seq.slot, row, end - begin, begin, seq.pages, False))
+        left = saves(seq, begin, end)
+        spans.append(Span(seq.slot, row, end - begin, begin, seq.pages, False, left))
         owners.append((seq, row, row + end - begin))
         routing |= seq.params.want_routed_experts
         if seq.prompt_logprobs is not None:

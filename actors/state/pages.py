@@ -1,10 +1,12 @@
-"""Who owns which page of the latent cache and which KDA slot: two pools, one rule.
+"""Who owns which page of the latent cache and which KDA slot: pools, one rule.
 
 A page holds PAGE_TOKENS tokens of the MLA latents; a slot holds one sequence's KDA matrices and
 conv windows. Both are numbered things of a fixed count that belong to at most one sequence. The
 pools only count: zeroing a slot for its new owner is the engine's step (ModelState.zero_slot).
 """
 
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
 from expertmesh.actors.model.batch import PAGE_TOKENS
@@ -73,6 +75,116 @@ class Pool:
             else:
                 self._free.append(number)
 
+    def alone(self, owner: int, number: int) -> bool:
+        """Whether `owner` has it and nobody else can."""
+        return self._owner[number] == owner
+
     def owned_by(self, owner: int) -> list[int]:
         """All numbers of one owner, ascending. O(size): for checks, not for the step."""
         return [number for number, who in enumerate(self._owner) if who == owner]
+
+
+class SharedPool(Pool):
+    """Pages that may be read by several sequences and stay when nobody uses them.
+
+    A page is written by the one sequence that took it. Once `keep` says that its content is known
+    by a name it is never written again: others `share` it, and when its last user gives it back
+    it lies idle, still known. Idle pages count as free: the one longest idle is forgotten when
+    `take` needs room. Those given back together become idle last first, so that the end of a prefix
+    goes before its beginning.
+    """
+
+    def __init__(self, kind: str, size: int, forgotten: Callable[[int], None]) -> None:
+        """forgotten(page): its content is about to be lost. Not called by `forget`."""
+        super().__init__(kind, size)
+        self._forgotten = forgotten
+        self._users: list[set[int]] = [set() for _ in range(size)]
+        self._kept: set[int] = set()
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def take(self, owner: int, count: int) -> list[int]:
+        """`count` pages for `owner` alone, idle ones among them when there are no others. Raises
+        OwnershipError."""
+        if not 0 <= count <= self.free:
+            raise OwnershipError(
+                f"sequence {owner} asks for {count} {self.kind}s, {self.free} are free"
+            )
+        self.forget_idle(count - len(self._free))
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            if self._users[page]:
+                raise OwnershipError(f"{self.kind} {page} is free and used by {self._users[page]}")
+            self._users[page].add(owner)
+        return taken
+
+    def share(self, owner: int, pages: Iterable[int]) -> None:
+        """`owner` reads these known pages too. Raises OwnershipError."""
+        for page in pages:
+            if page not in self._kept or owner in self._users[page]:
+                raise OwnershipError(f"sequence {owner} cannot share {self.kind} {page}")
+            self._idle.pop(page, None)
+            self._users[page].add(owner)
+
+    def keep(self, page: int) -> None:
+        """Its content is known by a name from now on."""
+        if not self._users[page]:
+            raise OwnershipError(f"{self.kind} {page} belongs to nobody")
+        self._kept.add(page)
+
+    def forget(self, page: int) -> None:
+        """Its content is known no more; whoever uses it goes on."""
+        self._kept.discard(page)
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
+
+    def forget_idle(self, count: int) -> int:
+        """Forgets up to `count` idle pages, the longest idle first; how many there were."""
+        some = max(0, min(count, len(self._idle)))
+        for _ in range(some):
+            page, _ = self._idle.popitem(last=False)
+            self._kept.discard(page)
+            self._forgotten(page)
+            self._free.append(page)
+        return some
+
+    def touch(self, page: int) -> None:
+        """As if an idle page had been given back just now."""
+        if page in self._idle:
+            self._idle.move_to_end(page)
+
+    def give_back(self, owner: int, numbers: list[int]) -> None:
+        for page in reversed(numbers):
+            if owner not in self._users[page]:
+                raise OwnershipError(f"sequence {owner} frees {self.kind} {page} and has it not")
+            self._users[page].discard(owner)
+            if self._users[page]:
+                continue
+            if page in self._kept:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def alone(self, owner: int, page: int) -> bool:
+        """Whether nobody else reads it or could find it."""
+        return page not in self._kept and self._users[page] == {owner}
+
+    def owned_by(self, owner: int) -> list[int]:
+        return [page for page, users in enumerate(self._users) if owner in users]
+
+    def check(self) -> None:
+        """Every page is free, idle, or used, and only one of them. Raises OwnershipError."""
+        free, idle = set(self._free), set(self._idle)
+        used = {page for page, users in enumerate(self._users) if users}
+        if len(free) != len(self._free) or free & idle or used & (free | idle):
+            raise OwnershipError(f"{self.kind}s: free {free}, idle {idle} and used {used} overlap")
+        if len(free) + len(idle) + len(used) != self.size or not idle <= self._kept <= idle | used:
+            raise OwnershipError(f"{self.kind}s: {self.size} are not {free}, {idle} and {used}")

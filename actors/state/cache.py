@@ -1,0 +1,476 @@
+"""The engine's side of cached state: which sequence begins where, and what it leaves behind.
+
+Everything here runs on the engine's thread. A sequence
+
+- `open`s: its names are made, and loading what lower tiers have of it begins;
+- is `attach`ed when the scheduler would start it: pages that are on the device are shared;
+- `begin`s: its slot and its own pages get what they start from, or zeros;
+- `commit`s after each step that has completed: what is whole gets its name, for others to find;
+- `close`s, or is `withdraw`n when its state cannot be trusted.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from torch import Tensor
+
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.state.device import DeviceState
+from expertmesh.actors.state.filling import LayerFill, take_out
+from expertmesh.actors.state.item import Header, Item, Kind, Name, Tier
+from expertmesh.actors.state.keys import root_key
+from expertmesh.actors.state.model_state import ModelState
+from expertmesh.actors.state.prefix import (
+    NOWHERE,
+    Owner,
+    Prefix,
+    Start,
+    ladder,
+    last_start,
+    thin,
+)
+from expertmesh.actors.state.settings import StateSettings
+from expertmesh.actors.state.stats import CacheStats
+from expertmesh.actors.state.store import Store
+from expertmesh.actors.state.tiers.ceiling import Ceiling
+from expertmesh.actors.state.tip import Tip, onward
+from expertmesh.actors.state.tree import NOTHING
+
+# How many places to begin are weighed against each other, deepest first.
+CHOICES = 8
+# What a measured time moves towards with each new one.
+PACE = 0.2
+KEPT_CHECKPOINTS = 2
+EVERYTHING = 1 << 60
+
+
+class StateCache:
+    def __init__(
+        self,
+        state: ModelState,
+        settings: StateSettings,
+        fingerprint: bytes,
+        store: Store | None = None,
+        cell: int = PAGE_TOKENS,
+    ) -> None:
+        """fingerprint: of weights and everything else that decides about bits. cell: prompts are
+        cut at multiples of it within each 64 tokens, which bits depend on below 64."""
+        self.state, self.settings, self.store = state, settings, store
+        self.device = DeviceState(state)
+        self.pages = self.device.pages
+        self.fingerprint = fingerprint + (b"" if cell >= PAGE_TOKENS else b" cell %d" % cell)
+        self._count = CacheStats(snapshots_total=state.snapshots)
+        self._ceiling = Ceiling()
+        self._fetching: dict[int, Prefix] = {}  # by the number of the sequence that waits
+        self._token_s, self._step_s = 1e-4, 1e-3  # of a prompt token, and of a decode step
+        self._filled: list[Prefix] = []
+
+    # --- a sequence arrives -------------------------------------------------------------------
+
+    def open(self, seq: Owner, tenant: str, mode: str = "exact", tip: Tip | None = None) -> None:
+        """Gives the sequence its prefix. tip: the state that it goes on from, where its tokens are
+        those of the tip."""
+        root = root_key(self.fingerprint, tenant, mode)
+        switches = [seq.prompt_len]
+        if tip is not None:
+            if Tip.of(root, seq.tokens, tip.position, tip.switches) == tip:
+                switches = [*onward(tip.switches, tip.position), seq.prompt_len]
+            else:
+                tip = None
+        seq.prefix = Prefix(root, self.device.layout, tuple(switches), tip)
+        self._ceiling.add(seq.prefix.all_keys(seq.tokens[: seq.prompt_len]))
+        self._look(seq)
+
+    def reopen(self, seq: Owner) -> None:
+        """The sequence has lost its pages and slot and will start again."""
+        prefix = seq.prefix
+        self._stop_loading(seq)
+        self._free_places(prefix)
+        prefix.published, prefix.looked = 0, False
+        prefix.start, prefix.shared, prefix.rungs = NOWHERE, [], []
+
+    @property
+    def loading(self) -> int:
+        """Sequences that wait for nothing but a load that has not ended."""
+        return sum(p.fetch is not None and not p.fetch.done for p in self._fetching.values())
+
+    def _look(self, seq: Owner) -> None:
+        """Starts to load what lower tiers have, where that is sooner here than computed again."""
+        prefix = seq.prefix
+        prefix.looked = True
+        if self.store is None:
+            return
+        start = self._soonest(seq)
+        missing = [name for name in start.names if not self.device.has(name)]
+        if missing:
+            prefix.fetch = self.store.fetch(missing, self.settings.read_timeout_s)
+            self._fetching[seq.number] = prefix
+            self._count.loads += 1
+
+    def _soonest(self, seq: Owner) -> Start:
+        """The place to begin, in whatever tier, from which the first token comes soonest."""
+        assert self.store is not None
+        here = self._start_here(seq)
+        best, best_s = here, self._compute_s(seq, here.position)
+        for start in self._starts(seq, lambda name: self._tier(name) is not None):
+            if start.position <= here.position:
+                break
+            missing = [name for name in start.names if not self.device.has(name)]
+            seconds = self.store.load_seconds(missing) if missing else 0.0
+            seconds += self._compute_s(seq, start.position)
+            if seconds < best_s:
+                best, best_s = start, seconds
+        return best
+
+    def _compute_s(self, seq: Owner, position: int) -> float:
+        prompt = max(0, seq.prompt_len - position)
+        decode = len(seq.tokens) - max(position, seq.prompt_len)
+        return prompt * self._token_s + decode * self._step_s
+
+    def observe(self, prompt_tokens: int, seconds: float) -> None:
+        """What a step took, for the next choice between loading and computing."""
+        if prompt_tokens:
+            self._token_s += PACE * (seconds / prompt_tokens - self._token_s)
+        else:
+            self._step_s += PACE * (seconds - self._step_s)
+
+    # --- where it can begin -------------------------------------------------------------------
+
+    def _starts(self, seq: Owner, have: Callable[[Name], bool]) -> list[Start]:
+        """Places to begin, the deepest first, at most CHOICES. have: whether a name counts.
+
+        Each needs all pages below it and the snapshot at it (kv-state 3.1).
+        """
+        prefix, starts = seq.prefix, list[Start]()
+        tip = prefix.tip
+        first = prefix.hit is None and tip is None and len(seq.tokens) == seq.prompt_len
+        if first and not self.settings.prefix_cache:
+            return starts
+        if tip is not None and tip.position <= seq.readable and all(map(have, tip.names)):
+            starts.append(Start(tip.position, tip.names))
+        last = last_start(seq.readable + 1) // PAGE_TOKENS
+        pages: list[Name] = []
+        while len(pages) < last:
+            name = Name(prefix.key(len(pages), seq.tokens), Kind.PAGE)
+            if not have(name):
+                break
+            pages.append(name)
+        for count in range(len(pages), 0, -1):
+            if len(starts) >= CHOICES:
+                break
+            snapshot = Name(prefix.keys[count - 1], Kind.SNAPSHOT)
+            if have(snapshot):
+                starts.append(Start(count * PAGE_TOKENS, [*pages[:count], snapshot]))
+        return starts
+
+    def _start_here(self, seq: Owner) -> Start:
+        """The deepest place to begin with what is on the device or has been loaded."""
+        loaded = seq.prefix.loaded
+
+        def here(name: Name) -> bool:
+            if name in loaded:
+                return True
+            node = self.device.find(name)
+            return node is not None and seq.prefix.fits(
+                node.header(name.kind, self.device.layout), seq.tokens
+            )
+
+        return next(iter(self._starts(seq, here)), NOWHERE)
+
+    def _tier(self, name: Name) -> Tier | None:
+        if self.device.has(name):
+            return "hot"
+        return None if self.store is None else self.store.where(name)
+
+    # --- it starts ----------------------------------------------------------------------------
+
+    def attach(self, seq: Owner) -> int | None:
+        """How many pages the sequence will read that it need not take; None while it loads.
+
+        It reads them from now on; `detach` or `begin` follows. Its `computed` is where it begins.
+        """
+        prefix = seq.prefix
+        if not prefix.looked:
+            self._look(seq)
+        if prefix.fetch is not None and not self._take_over(seq):
+            return None
+        start = prefix.start = self._start_here(seq)
+        seq.computed = start.position
+        nodes = [self.device.find(name) for name in start.names[:-1]]
+        prefix.shared = [NOTHING if node is None else node.page for node in nodes]
+        if start.position % PAGE_TOKENS:
+            prefix.shared[-1] = NOTHING  # it goes on writing there, so that page must be its own
+        mine = [page for page in prefix.shared if page != NOTHING]
+        self.pages.share(seq.number, mine)
+        return len(mine)
+
+    def detach(self, seq: Owner) -> None:
+        """It does not start yet, and lets go of the pages on the device."""
+        self.pages.give_back(seq.number, [p for p in seq.prefix.shared if p != NOTHING])
+        seq.prefix.shared, seq.computed = [], 0
+
+    def pages_of(self, seq: Owner, count: int) -> list[int]:
+        """The sequence's pages, `count` in all, those that it shares among them."""
+        shared = seq.prefix.shared
+        own = iter(self.pages.take(seq.number, count - sum(p != NOTHING for p in shared)))
+        return [next(own) if page == NOTHING else page for page in shared] + list(own)
+
+    def _take_over(self, seq: Owner) -> bool:
+        """Whether the sequence's load has ended. What it brought, where all is of these very
+        tokens, is used."""
+        prefix = seq.prefix
+        fetch = prefix.fetch
+        if fetch is None or not fetch.done:
+            return fetch is None
+        if seq.number not in self._fetching:
+            return True
+        del self._fetching[seq.number]
+        items = fetch.items
+        if items is None or not all(
+            item.exact and prefix.fits(item.header, seq.tokens) for item in items
+        ):
+            self._count.loads_failed += 1
+            prefix.let_go()
+        else:
+            prefix.loaded = {item.header.name: item for item in items}
+        return True
+
+    def _stop_loading(self, seq: Owner) -> None:
+        self._fetching.pop(seq.number, None)
+        seq.prefix.let_go()
+
+    def begin(self, seqs: Sequence[Owner]) -> None:
+        """Slots and pages get what their sequences start from, before the forward pass of the step
+        in which they were admitted."""
+        fills = []
+        for seq in seqs:
+            prefix = seq.prefix
+            shared = {page for page in prefix.shared if page != NOTHING}
+            self.state.zero_pages([page for page in seq.pages if page not in shared])
+            # By ownership, not by length: a one-token prompt must not inherit a stranger's state.
+            self.state.zero_slot(seq.slot)
+            if prefix.start.position:
+                fills += self._restore(seq)
+            self._note_start(seq)
+            prefix.published = len(prefix.shared)
+            if NOTHING in prefix.shared:
+                prefix.published = prefix.shared.index(NOTHING)
+            prefix.wanted = self._wanted(seq)
+        self.state.filling = fills
+
+    def _restore(self, seq: Owner) -> list[LayerFill]:
+        """Copies, so that what is shared stays what it was; from the host in the background."""
+        prefix = seq.prefix
+        *pages, last = prefix.start.names
+        content = None
+        node = self.device.find(last)
+        if node is None:
+            content = prefix.loaded[last]
+        else:
+            self.state.restore(seq.slot, node.snapshot)
+            self.device.tree.used(node)
+        copied = [
+            (seq.pages[at], prefix.loaded[name])
+            for at, name in enumerate(pages)
+            if prefix.shared[at] == NOTHING
+        ]
+        if prefix.loaded:
+            self._filled.append(prefix)
+        if content is None and not copied:
+            return []
+        return [LayerFill(self.state, copied, seq.slot, content)]
+
+    def _note_start(self, seq: Owner) -> None:
+        """Counts what the sequence did not have to compute, the first time it starts."""
+        prefix, loaded = seq.prefix, seq.prefix.loaded
+        *pages, last = prefix.start.names or [Name(b"", Kind.SNAPSHOT)]
+        if last in loaded and loaded[last].tier == "disk":
+            prefix.saved_at = prefix.start.position
+        if self.store is not None and pages:
+            self.store.touch([*pages, last])
+        if prefix.hit is not None:
+            return
+        prefix.hit = min(prefix.start.position, seq.prompt_len)
+        self._count.queries += seq.prompt_len
+        self._count.hits += prefix.hit
+        tiers = self._count.hits_by_tier
+        for at, name in enumerate(pages):
+            tier = loaded[name].tier if name in loaded else "hot"
+            tokens = min(PAGE_TOKENS, prefix.hit - at * PAGE_TOKENS)
+            tiers[tier] = tiers.get(tier, 0) + max(0, tokens)
+
+    # --- snapshots ----------------------------------------------------------------------------
+
+    def _wanted(self, seq: Owner) -> list[int]:
+        """Where its prompt's snapshots belong (kv-state 3.2): where it parts from what is known,
+        at its last place to begin, and a ladder for long ones."""
+        start, end = seq.prefix.start.position, last_start(seq.prompt_len)
+        known = start // PAGE_TOKENS
+        while known * PAGE_TOKENS < end:
+            if self._tier(Name(seq.prefix.key(known, seq.tokens), Kind.PAGE)) is None:
+                break
+            known += 1
+        self._count.recomputed_state += max(0, known * PAGE_TOKENS - start)
+        places = {known * PAGE_TOKENS, end, *ladder(seq.prompt_len, self.settings.ladder_tokens)}
+        return sorted(place for place in places if start < place <= end)
+
+    def saves(self, seq: Owner, begin: int, end: int) -> tuple[tuple[int, int], ...]:
+        """(position, place) of the snapshots that a prompt piece begin..end is to leave."""
+        prefix = seq.prefix
+        while prefix.wanted and prefix.wanted[0] <= end:
+            position = prefix.wanted.pop(0)
+            key = prefix.key(position // PAGE_TOKENS - 1, seq.tokens)
+            if position <= begin or self._tier(Name(key, Kind.SNAPSHOT)) is not None:
+                continue
+            place = self.device.take_place()
+            if place is not None:
+                prefix.saving.append((position, place))
+        return tuple(prefix.saving)
+
+    def _free_places(self, prefix: Prefix) -> None:
+        """Of snapshots that were to be written and were not."""
+        for _, place in prefix.saving:
+            self.device.give_place_back(place)
+        prefix.saving = []
+
+    # --- after a step -------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """The step has ended: what was loaded for it is on the device."""
+        self.state.filling = ()
+        for prefix in self._filled:
+            prefix.let_go()
+        self._filled = []
+
+    def commit(self, seq: Owner) -> None:
+        """The step that brought the sequence to `computed` has completed."""
+        prefix = seq.prefix
+        whole = seq.computed // PAGE_TOKENS
+        if whole == prefix.published and not prefix.saving:
+            return
+        for at in range(prefix.published, whole):
+            header = prefix.header(Kind.PAGE, at, seq.tokens)
+            seq.pages[at] = self.device.name_page(header, seq.number, seq.pages[at])
+            if header.lineage == "prefill":
+                self._put(header, (self.device.page(seq.pages[at]),))
+        prefix.published = whole
+        saved = [position for position, _ in prefix.saving]
+        for position, place in prefix.saving:
+            header = prefix.header(Kind.SNAPSHOT, position // PAGE_TOKENS - 1, seq.tokens)
+            node = self.device.name_snapshot(header, place)
+            if node is not None:
+                self._put(header, self.device.saved(node))
+        prefix.saving = []
+        if saved:
+            self._thin(seq, saved)
+        if self.store is not None:
+            self._keep_safe(seq, saved)
+
+    def _put(self, header: Header, tensors: Sequence[Tensor], durable: bool = False) -> None:
+        if self.store is not None and (durable or self.store.where(header.name) is None):
+            self.store.put(take_out(header, tensors), durable=durable)
+
+    def _thin(self, seq: Owner, saved: list[int]) -> None:
+        """Of the ladder that it has left behind, one snapshot per octave of distance stays."""
+        prefix, step = seq.prefix, self.settings.ladder_tokens
+        last = last_start(seq.prompt_len)
+        prefix.rungs += [at for at in saved if at % step == 0 and at != last]
+        kept = thin(prefix.rungs, seq.computed, step)
+        for position in set(prefix.rungs).difference(kept):
+            name = Name(prefix.keys[position // PAGE_TOKENS - 1], Kind.SNAPSHOT)
+            node = self.device.find(name)
+            if node is not None:
+                self.device.forget_snapshot(node)
+            if self.store is not None:
+                self.store.drop([name])
+        prefix.rungs = kept
+
+    def _keep_safe(self, seq: Owner, saved: list[int]) -> None:
+        """Leaves a state behind often enough that a loss of this process, or of the pages, costs
+        at most `checkpoint_tokens`."""
+        due = seq.prefix.saved_at + max(PAGE_TOKENS, self.settings.checkpoint_tokens - PAGE_TOKENS)
+        if saved and saved[-1] >= due:
+            self._checkpoint(seq, saved[-1], live=False)
+        elif seq.prompt_len < seq.computed >= due and seq.computed % PAGE_TOKENS == 0:
+            self._checkpoint(seq, seq.computed, live=True)
+
+    def _checkpoint(self, seq: Owner, position: int, live: bool) -> None:
+        """live: from the sequence's slot, where no snapshot was taken."""
+        assert self.store is not None
+        prefix, durable = seq.prefix, self.settings.disk is not None
+        last = position // PAGE_TOKENS - 1
+        names = [Name(prefix.keys[at], Kind.PAGE) for at in range(last + 1)]
+        header = prefix.header(Kind.SNAPSHOT, last, seq.tokens)
+        if not live:
+            names.append(header.name)
+        if durable:
+            missing = self.store.keep(names)
+        else:
+            missing = [name for name in names if self.store.where(name) is None]
+        for item in self.device.items(missing):
+            self.store.put(item, durable=durable)
+        if live:
+            self._put(header, self.device.slot(seq.slot), durable)
+            prefix.checkpoints.append(header.name)
+            self.store.drop(prefix.checkpoints[:-KEPT_CHECKPOINTS])
+            prefix.checkpoints = prefix.checkpoints[-KEPT_CHECKPOINTS:]
+        prefix.saved_at = position
+        self._count.checkpoints += 1
+
+    def save_tip(self, seq: Owner) -> tuple[Tip, list[Item]]:
+        """The sequence's state as it is, at any position, and what of it no lower tier has. After
+        its last step, before its slot and pages are given back."""
+        prefix, position = seq.prefix, seq.computed
+        switches = [at for at in prefix.switches if at < position]
+        tip = Tip.of(prefix.root, seq.tokens, position, switches)
+        absent = [n for n in tip.pages if self.store is None or self.store.where(n) is None]
+        items = self.device.items(absent)
+        begin = (position - 1) // PAGE_TOKENS * PAGE_TOKENS
+        tokens, above = tuple(seq.tokens[begin:position]), begin // PAGE_TOKENS
+        parent = tip.keys[above - 1] if above else prefix.root
+        lineage, layout = prefix.lineage(position), self.device.layout
+        for name in tip.end:
+            header = Header(tip.key, name.kind, parent, position, tokens, lineage, layout)
+            page = name.kind is Kind.PAGE
+            tensors = (self.device.page(seq.pages[above]),) if page else self.device.slot(seq.slot)
+            items.append(take_out(header, tensors))
+        return tip, items
+
+    # --- it leaves ----------------------------------------------------------------------------
+
+    def close(self, seq: Owner) -> None:
+        """The sequence has ended."""
+        self._stop_loading(seq)
+        self._free_places(seq.prefix)
+        if self.store is not None and seq.prefix.checkpoints:
+            self.store.drop(seq.prefix.checkpoints)
+            seq.prefix.checkpoints = []
+
+    def withdraw(self, seq: Owner) -> None:
+        """Nothing that this sequence has read or written may be found any more: its numbers were
+        not finite. What nobody else reads is zeroed."""
+        nodes = [node for page in seq.pages if (node := self.device.forget_page(page))]
+        if self.store is not None:
+            self.store.drop([Name(node.key, kind) for node in nodes for kind in Kind])
+        self.state.zero_pages([p for p in seq.pages if self.pages.alone(seq.number, p)])
+
+    def evict(self, pages: int = EVERYTHING, snapshots: int = EVERYTHING) -> None:
+        """Forgets up to so many pages that nobody uses, and snapshots, on the device."""
+        self.device.evict(pages, snapshots)
+
+    def stats(self) -> CacheStats:
+        """A copy."""
+        device = self.device
+        return msgspec.structs.replace(
+            self._count,
+            hits_by_tier=dict(self._count.hits_by_tier),
+            ceiling=self._ceiling.ratio,
+            nodes=len(device.tree),
+            cached_pages=self.pages.idle,
+            snapshots=device.tree.snapshots,
+            snapshot_bytes=device.tree.snapshots * self.state.slot_bytes,
+            evicted_pages=device.evicted_pages,
+            evicted_snapshots=device.evicted_snapshots,
+            loading=len(self._fetching),
+            store=self._count.store if self.store is None else self.store.stats(),
+        )

@@ -1,0 +1,135 @@
+"""What the device holds of prefixes: pages, places of snapshots, and the names of both."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from expertmesh.actors.state.filling import take_out
+from expertmesh.actors.state.item import Header, Item, Kind, Name
+from expertmesh.actors.state.model_state import ModelState
+from expertmesh.actors.state.pages import Pool, SharedPool
+from expertmesh.actors.state.tree import NOTHING, Node, PrefixTree
+
+
+class DeviceState:
+    """Engine's thread only. `pages.free` counts named pages that nobody uses.
+
+    Two budgets: pages that sequences do not need are all for the cache, snapshots have their own
+    places. In both, what was longest of no use makes way.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self.state, self.layout = state, state.layout.fingerprint
+        self.pages = SharedPool("page", state.pages, self._page_lost)
+        self.tree = PrefixTree()
+        self.evicted_pages = self.evicted_snapshots = 0
+        self._places = Pool("snapshot", state.snapshots) if state.snapshots else None
+
+    # --- looking ------------------------------------------------------------------------------
+
+    def has(self, name: Name) -> bool:
+        return self.find(name) is not None
+
+    def find(self, name: Name) -> Node | None:
+        """The node that has what is named on the device."""
+        node = self.tree.get(name.key)
+        if node is None:
+            return None
+        place = node.page if name.kind is Kind.PAGE else node.snapshot
+        return node if place != NOTHING else None
+
+    def items(self, names: Sequence[Name]) -> list[Item]:
+        """Host copies of those of the names that are on the device."""
+        found = []
+        for name in names:
+            node = self.find(name)
+            if node is not None:
+                header = node.header(name.kind, self.layout)
+                tensors = (self.page(node.page),) if name.kind is Kind.PAGE else self.saved(node)
+                found.append(take_out(header, tensors))
+        return found
+
+    def page(self, page: int) -> Tensor:
+        """Latents [mla layers, 64, R + r]."""
+        return self.state.paged()[:, page]
+
+    def saved(self, node: Node) -> tuple[Tensor, Tensor]:
+        """KDA matrices and conv windows of a node's snapshot."""
+        return self.state.saved_kda[:, node.snapshot], self.state.saved_conv[:, node.snapshot]
+
+    def slot(self, slot: int) -> tuple[Tensor, Tensor]:
+        """The same of a running sequence, as they are now."""
+        return self.state.kda[:, slot], self.state.conv[:, slot]
+
+    # --- naming -------------------------------------------------------------------------------
+
+    def name_page(self, header: Header, owner: int, page: int) -> int:
+        """From now on others find this page. Which page has the content: another, when a sequence
+        was faster with the same tokens; then `owner` reads that one and has given back its own."""
+        node = self.tree.node(header)
+        if node.page == NOTHING:
+            self.pages.keep(page)
+            self.tree.put_page(node, page)
+        elif node.page != page:
+            self.pages.share(owner, [node.page])
+            self.pages.give_back(owner, [page])
+        return node.page
+
+    def name_snapshot(self, header: Header, place: int) -> Node | None:
+        """From now on others find what is in this place. None when it was known already."""
+        node = self.tree.node(header)
+        if node.snapshot != NOTHING:
+            self.give_place_back(place)
+            return None
+        self.tree.put_snapshot(node, place)
+        return node
+
+    def take_place(self) -> int | None:
+        """Room for a snapshot; the one longest unused makes way. None when all are being written.
+
+        A sequence that starts from that one in this very step has copied it before it changes.
+        """
+        if self._places is None:
+            return None
+        if not self._places.free:
+            oldest = self.tree.oldest_snapshot()
+            if oldest is None:
+                return None
+            self.forget_snapshot(oldest)
+        return self._places.take(0, 1)[0]
+
+    def give_place_back(self, place: int) -> None:
+        assert self._places is not None
+        self._places.give_back(0, [place])
+
+    # --- forgetting ---------------------------------------------------------------------------
+
+    def forget_snapshot(self, node: Node) -> None:
+        self.give_place_back(self.tree.drop_snapshot(node))
+        self.evicted_snapshots += 1
+
+    def forget_page(self, page: int) -> Node | None:
+        """Nobody finds this page any more, nor the snapshot behind it. The node they were of."""
+        node = self.tree.of_page(page)
+        if node is not None:
+            if node.snapshot != NOTHING:
+                self.forget_snapshot(node)
+            self.tree.drop_page(page)
+            self.pages.forget(page)
+        return node
+
+    def _page_lost(self, page: int) -> None:
+        self.tree.drop_page(page)
+        self.evicted_pages += 1
+
+    def evict(self, pages: int, snapshots: int) -> None:
+        """Forgets up to so many pages that nobody uses, and snapshots, the oldest first."""
+        self.pages.forget_idle(pages)
+        while snapshots and (node := self.tree.oldest_snapshot()) is not None:
+            self.forget_snapshot(node)
+            snapshots -= 1
+
+    def check(self) -> None:
+        """Raises OwnershipError where the books contradict each other."""
+        self.pages.check()
+        self.tree.check(self.state.snapshots - (self._places.free if self._places else 0))

@@ -1,0 +1,129 @@
+"""What one sequence knows of its own state: its names, where it may begin, and what it leaves."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.state.item import Header, Kind, Lineage, Name
+from expertmesh.actors.state.keys import chain
+from expertmesh.actors.state.store import Fetch, Loaded
+from expertmesh.actors.state.tip import Tip
+
+
+class Owner(Protocol):
+    """What the cache needs of a sequence. readable: most tokens that need not be computed again
+    (log-probabilities and routing are only known of tokens that are)."""
+
+    number: int
+    tokens: list[int]
+    prompt_len: int
+    computed: int
+    slot: int
+    pages: list[int]
+    prefix: "Prefix"
+
+    @property
+    def readable(self) -> int: ...
+
+
+class Start(NamedTuple):
+    """Where a sequence can begin: at `position`, with `names` (pages in order, the snapshot last)
+    in memory."""
+
+    position: int
+    names: list[Name]
+
+
+NOWHERE = Start(0, [])
+
+
+@dataclass(slots=True)
+class Prefix:
+    """root: of the tenant's chains. tip: the state of a session that it goes on from. switches:
+    where the path of this sequence changes, see keys.py. keys: of its whole pages, made as they are
+    needed. published: how many of them others can find. wanted: positions at which snapshots are
+    due. saving: those of the step under way, with their place. rungs: those of the ladder that it
+    has left. saved_at: position of the last state that a loss of this process leaves. checkpoints:
+    names of snapshots that only this sequence uses. start, shared: where it begins, and the pages
+    that it reads for that. fetch, loaded: what comes and has come from lower tiers. looked: whether
+    they were asked. hit: tokens of the prompt that the first start did not compute.
+    """
+
+    root: bytes
+    layout: bytes
+    switches: tuple[int, ...]
+    tip: Tip | None = None
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    wanted: list[int] = field(default_factory=list)
+    saving: list[tuple[int, int]] = field(default_factory=list)
+    rungs: list[int] = field(default_factory=list)
+    saved_at: int = 0
+    checkpoints: list[Name] = field(default_factory=list)
+    start: Start = NOWHERE
+    shared: list[int] = field(default_factory=list)
+    fetch: Fetch | None = None
+    looked: bool = False
+    loaded: dict[Name, Loaded] = field(default_factory=dict)
+    hit: int | None = None
+
+    def key(self, page: int, tokens: list[int]) -> bytes:
+        """Of whole page `page` of these tokens."""
+        if page >= len(self.keys):
+            self.keys = chain(self.root, tokens[: (page + 1) * PAGE_TOKENS],
+                              self.switches, self.keys)  # fmt: skip
+        return self.keys[page]
+
+    def all_keys(self, tokens: list[int]) -> list[bytes]:
+        """Of all whole pages of these tokens, which are the first of the sequence's."""
+        return [self.key(page, tokens) for page in range(len(tokens) // PAGE_TOKENS)]
+
+    def header(self, kind: Kind, page: int, tokens: list[int]) -> Header:
+        end = (page + 1) * PAGE_TOKENS
+        return Header(
+            key=self.key(page, tokens),
+            kind=kind,
+            parent=self.keys[page - 1] if page else self.root,
+            position=end,
+            tokens=tuple(tokens[end - PAGE_TOKENS : end]),
+            lineage=self.lineage(end),
+            layout=self.layout,
+        )
+
+    def lineage(self, end: int) -> Lineage:
+        return "decode" if any(at < end for at in self.switches) else "prefill"
+
+    def fits(self, header: Header, tokens: list[int]) -> bool:
+        """Whether a piece of state is of this very prefix: names might collide, tokens do not."""
+        end = header.position
+        begin = (end - 1) // PAGE_TOKENS * PAGE_TOKENS
+        return header.layout == self.layout and header.tokens == tuple(tokens[begin:end])
+
+    def let_go(self) -> None:
+        """Of everything that was loaded or is being loaded."""
+        if self.fetch is not None:
+            self.fetch.cancel()
+        self.fetch = None
+        self.loaded = {}
+
+
+def ladder(length: int, step: int) -> list[int]:
+    """Positions of snapshots along a prompt: every `step` tokens, before its last page."""
+    return list(range(step, last_start(length) + 1, step))
+
+
+def last_start(tokens: int) -> int:
+    """The last position on the grid from which a token is left to compute (kv-state 3.1)."""
+    return max(0, tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def thin(positions: list[int], tip: int, step: int) -> list[int]:
+    """Which positions of a ladder stay when the sequence has come to `tip`: the nearest of each
+    octave of distance, so that what an edit at distance d costs is at most about d (3.2)."""
+    kept, octave = [], -1
+    for position in sorted(positions, reverse=True):
+        now = max(1, (tip - position) // step).bit_length()
+        if now != octave:
+            kept.append(position)
+            octave = now
+    return kept[::-1]

@@ -1,0 +1,111 @@
+"""What is known of prefixes on the device: pages and snapshots by the names of their content.
+
+A chain key names a whole prefix, so the tree needs no search: a node is found by its key, and its
+parent's key is part of it. Latent pages and snapshots are two payloads joined by position: every
+node has a page, few have a snapshot, and either may be gone while the other stays (kv-state 3.1).
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from expertmesh.actors.state.item import Header, Kind, Lineage
+from expertmesh.actors.state.pages import OwnershipError
+
+NOTHING = -1
+
+
+@dataclass(slots=True)
+class Node:
+    """A prefix that ends at `position`. page, snapshot: where on the device; NOTHING when not."""
+
+    key: bytes
+    parent: bytes
+    position: int
+    tokens: tuple[int, ...]  # of its own page
+    lineage: Lineage
+    page: int = NOTHING
+    snapshot: int = NOTHING
+
+    def header(self, kind: Kind, layout: bytes) -> Header:
+        return Header(self.key, kind, self.parent, self.position, self.tokens, self.lineage, layout)
+
+
+class PrefixTree:
+    """Nodes by key. Snapshots in the order of their last use; pages have theirs in the pool."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, Node] = {}
+        self._by_page: dict[int, Node] = {}
+        self._snapshots: OrderedDict[int, Node] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    @property
+    def snapshots(self) -> int:
+        return len(self._snapshots)
+
+    def get(self, key: bytes) -> Node | None:
+        return self._nodes.get(key)
+
+    def node(self, header: Header) -> Node:
+        """The node of a header, made if need be."""
+        node = self._nodes.get(header.key)
+        if node is None:
+            node = self._nodes[header.key] = Node(
+                header.key, header.parent, header.position, header.tokens, header.lineage
+            )
+        return node
+
+    def put_page(self, node: Node, page: int) -> None:
+        node.page = page
+        self._by_page[page] = node
+
+    def put_snapshot(self, node: Node, snapshot: int) -> None:
+        node.snapshot = snapshot
+        self._snapshots[snapshot] = node
+
+    def used(self, node: Node) -> None:
+        """Its snapshot has been of use just now."""
+        if node.snapshot != NOTHING:
+            self._snapshots.move_to_end(node.snapshot)
+
+    def oldest_snapshot(self) -> Node | None:
+        """The one longest unused."""
+        return next(iter(self._snapshots.values()), None)
+
+    def drop_page(self, page: int) -> Node | None:
+        """Forgets what is in this page of the device; its node, if there was one."""
+        node = self._by_page.pop(page, None)
+        if node is not None:
+            node.page = NOTHING
+            self._prune(node)
+        return node
+
+    def drop_snapshot(self, node: Node) -> int:
+        """Forgets a node's snapshot; which one of the device it was."""
+        snapshot, node.snapshot = node.snapshot, NOTHING
+        del self._snapshots[snapshot]
+        self._prune(node)
+        return snapshot
+
+    def of_page(self, page: int) -> Node | None:
+        return self._by_page.get(page)
+
+    def check(self, places: int) -> None:
+        """Every node is worth its place, and no payload is of two. places: of snapshots in use,
+        none of them being written. Raises OwnershipError."""
+        pages = [node.page for node in self if node.page != NOTHING]
+        saved = [node.snapshot for node in self if node.snapshot != NOTHING]
+        if sorted(pages) != sorted(self._by_page) or sorted(saved) != sorted(self._snapshots):
+            raise OwnershipError(f"nodes have pages {pages} and snapshots {saved}, the tree others")
+        if len(saved) != places or any(n.page == n.snapshot == NOTHING for n in self):
+            raise OwnershipError(f"{places} snapshots are in use, nodes have {saved}")
+
+    def _prune(self, node: Node) -> None:
+        if node.page == NOTHING and node.snapshot == NOTHING:
+            self._nodes.pop(node.key, None)
