@@ -5,7 +5,7 @@ A span never mixes the two: prompt tokens always take the prefill path and gener
 decode path, which is what makes a replay after preemption bit-exact.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -36,16 +36,9 @@ class Context(Protocol):
         """The attended latent [H, R] of one absorbed query, in its dtype."""
         ...
 
-    def gather(
-        self,
-        layer: int,
-        cache: Tensor,
-        pages: list[int],
-        length: int,
-        queries: Callable[[], Tensor],
-    ) -> Tensor:
-        """All rows of the context in order, [n * 64, C], exact. Valid until the next call for any
-        context. queries: makes the absorbed queries [T, H, C] of the prompt piece that asks."""
+    def gather(self, layer: int, cache: Tensor, pages: list[int], length: int) -> Tensor:
+        """All rows of the context in order, [n * 64, C], exact; those behind `length` mean nothing.
+        Valid until the next call for any context."""
         ...
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.actors.model.batch import PAGE_TOKENS, ContextRows, Inputs
@@ -110,6 +111,7 @@ class Mla:
     def __init__(self, config: ModelConfig, kernels: Kernels, read: Read) -> None:
         self.kernels = kernels
         self.heads, self.rank = config.num_heads, config.kv_lora_rank
+        self.hidden = config.hidden_size
         self.nope, self.rope, self.v = (
             config.qk_nope_head_dim,
             config.qk_rope_head_dim,
@@ -168,18 +170,37 @@ class Mla:
         self, q_n: Tensor, q_r: Tensor, own: ContextRows, cache: Tensor, layer: int
     ) -> Tensor:
         """A prompt piece over a context that is gathered for it. -> [T, H, v]."""
-        gathered = own.context.gather(
-            layer, cache, own.pages, own.length, lambda: self._absorb(q_n, q_r)
-        )
+        gathered = own.context.gather(layer, cache, own.pages, own.length)
         pages = torch.arange(gathered.shape[0] // PAGE_TOKENS, device=cache.device)
         span = MlaSpan(0, own.end - own.begin, own.position, pages)
         return self.kernels.mla_prefill(
             q_n, q_r, gathered, self.w_k_HdR, self.w_v_HvR, [span], self.scale
         )
 
-    def _absorb(self, q_n: Tensor, q_r: Tensor) -> Tensor:
-        """[T, H, C]."""
-        return torch.cat([torch.einsum("thd,hdr->thr", q_n, self.w_k_HdR), q_r], dim=2)
+    @torch.inference_mode()
+    def query_moment(self) -> Tensor:
+        """Mean of q q' over heads, [C, C] float64, of absorbed queries whose inputs (normalised in
+        the model) have the unit matrix for theirs. Tells which directions of a cached row matter
+        to scores, from the weights alone (kv-state 3.3 d)."""
+        if self.q_norm is not None and self.q_up is not None:
+            up, inputs = self.q_up, torch.diag(self.q_norm)
+        else:
+            inputs = torch.eye(self.hidden, dtype=self.w_k_HdR.dtype, device=self.w_k_HdR.device)
+            up = self._query_part
+        total_CC = torch.zeros(
+            self.rank + self.rope, self.rank + self.rope, dtype=torch.float64, device=inputs.device
+        )
+        for i in range(0, inputs.shape[0], 64):  # a K3 layer's queries of all would be 340 MB
+            rows = inputs[i : i + 64]
+            q = up(F.pad(rows, (0, 0, 0, 64 - rows.shape[0]))).view(64, self.heads, -1)
+            q_n, q_r = split(q, [self.nope, self.rope], dim=2)
+            q_HTR = torch.bmm(q_n.transpose(0, 1).float(), self.w_k_HdR.float())
+            q_HTC = torch.cat([q_HTR, q_r.transpose(0, 1).float()], dim=2).double()
+            total_CC += torch.einsum("htc,htd->cd", q_HTC, q_HTC)
+        return total_CC / self.heads
+
+    def _query_part(self, x_TH: Tensor) -> Tensor:
+        return split(self.project(x_TH), self.widths, dim=1)[0]
 
     def _decode(
         self, q_n: Tensor, q_r: Tensor, inputs: Inputs, plan: Any, cache: Tensor, layer: int

@@ -1,0 +1,265 @@
+"""A running sequence whose old pages are not on the device (kv-state 3.0, 3.4, 3.5).
+
+Sinks and the last window stay; pages between them move to host memory, one by one, as the window
+passes. `offload` copies them back for every step that reads them: the same kernels on the same
+rows, hence the same bits. `select` does so for prompts; a generated token's query scores all old
+tokens by their sketch, reads the pages that matter exactly, and takes the others by estimate.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from cachetools import LRUCache
+from torch import Tensor
+
+from expertmesh.actors.model.batch import NO_PAGE, PAGE_TOKENS
+from expertmesh.actors.state.offload.attend import attend
+from expertmesh.actors.state.offload.basis import fit_basis
+from expertmesh.actors.state.offload.choose import choose_pages
+from expertmesh.actors.state.offload.index import SketchIndex
+from expertmesh.actors.state.settings import StateSettings
+
+Mode = Literal["offload", "select"]
+# Rows that a sketch is fitted to: the first of the context that leave, whatever the chunks, so that
+# the same text has the same sketch. Until so many have left, all are read.
+FIT_PAGES = 32
+LEAST_PAGES = 4  # a floor, for what a sketch has overlooked
+
+
+class Source(Protocol):
+    """A page in host memory; `Loaded` of a store is one."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def layer(self, part: int, index: int, out: Tensor) -> None:
+        """Writes the rows of layer `index` into `out`, [64, C]. part: 0."""
+        ...
+
+
+class HostPage:
+    """rows [L, 64, C], as they were: a running sequence reads them again and again."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows, self.nbytes = rows, rows.nbytes
+
+    def layer(self, part: int, index: int, out: Tensor) -> None:
+        out.copy_(self._rows[index], non_blocking=True)
+
+
+@dataclass(slots=True)
+class Reading:
+    """Counted over steps and layers. estimated_share: the largest share of one head's weight that
+    fell on estimates, in any step."""
+
+    read_pages: int = 0
+    loaded_pages: int = 0  # of those read, not still on the device from an earlier step
+    estimated_pages: int = 0
+    estimated_share: float = 0.0
+
+
+class Scratch:
+    """Rows that are gathered for one layer of one sequence: memory that is used over and over."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+
+    def take(self, rows: int, like: Tensor) -> Tensor:
+        """[rows, C], of undefined content."""
+        if self._rows is None or self._rows.shape[0] < rows:
+            self._rows = like.new_zeros(rows + rows // 4, like.shape[1])
+        return self._rows[:rows]
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._rows is None else self._rows.nbytes
+
+
+class Offload:
+    """What contexts of one model share.
+
+    moments: of the absorbed queries of each MLA layer [C, C] (Mla.query_moment), or None. rank: R.
+    attend: mla_decode of the model's kernels.
+    """
+
+    def __init__(
+        self,
+        settings: StateSettings,
+        rank: int,
+        scale: float,
+        mla_decode: Callable[..., Tensor],
+        moments: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.settings, self.rank, self.scale = settings, rank, scale
+        self.mla_decode, self.moments = mla_decode, moments
+        self.scratch = Scratch()
+
+    def context(self, mode: Mode) -> "OffloadedContext":
+        return OffloadedContext(self, mode)
+
+
+class OffloadedContext:
+    """Which pages are where, of one sequence. A Context of the model's MLA layers."""
+
+    def __init__(self, shared: Offload, mode: Mode) -> None:
+        self.mode: Mode = mode
+        self.reading = Reading()
+        self._shared = shared
+        self._first = shared.settings.sink_tokens // PAGE_TOKENS
+        self._cold: list[Source] = []
+        self._indexes: list[SketchIndex] = []
+        self._recent: list[LRUCache[int, Tensor]] = []
+
+    # --- which pages are where ------------------------------------------------------------------
+
+    def leaving(self, computed: int) -> range:
+        """Pages that need not be on the device any more when so many tokens are computed."""
+        begin = self._first + len(self._cold)
+        end = (computed - self._shared.settings.window_tokens) // PAGE_TOKENS
+        return range(begin, max(begin, end))
+
+    def leave(self, caches: Tensor, pages: list[int], computed: int) -> list[int]:
+        """Takes pages off the device; returns their numbers, which are NO_PAGE in `pages` from now
+        on. caches: [L, rows, C], complete up to `computed` tokens. Waits for the device."""
+        gone = []
+        for at in self.leaving(computed):
+            rows = slice(pages[at] * PAGE_TOKENS, (pages[at] + 1) * PAGE_TOKENS)
+            self.take(caches[:, rows])
+            gone.append(pages[at])
+            pages[at] = NO_PAGE
+        return gone
+
+    def take(self, rows_L64C: Tensor, source: Source | None = None) -> None:
+        """The next page in order, which is going to leave the device. source: who has its rows in
+        host memory; by default they are copied."""
+        self._cold.append(source or HostPage(_to_host(rows_L64C)))
+        if self.mode != "select":
+            return
+        if self._indexes:
+            for index, rows in zip(self._indexes, rows_L64C, strict=True):
+                index.add(rows)
+        elif len(self._cold) == FIT_PAGES:
+            self._start_indexes(rows_L64C)
+
+    def _start_indexes(self, like: Tensor) -> None:
+        shared, count = self._shared, len(self._cold)
+        for layer in range(like.shape[0]):
+            rows = like.new_empty(count, *like.shape[1:])
+            for source, out in zip(self._cold, rows, strict=True):
+                source.layer(0, layer, out)
+            moment = None if shared.moments is None else shared.moments[layer]
+            index = SketchIndex(fit_basis(rows.flatten(0, 1), moment, shared.rank, shared.scale))
+            for page in rows:
+                index.add(page)
+            self._indexes.append(index)
+            self._recent.append(LRUCache(shared.settings.select_pages))
+
+    # --- as MLA reads it ------------------------------------------------------------------------
+
+    def gather(self, layer: int, cache: Tensor, pages: list[int], length: int) -> Tensor:
+        used = -(-length // PAGE_TOKENS)
+        out = self._shared.scratch.take(used * PAGE_TOKENS, cache)
+        paged = out.view(used, PAGE_TOKENS, -1)
+        first, end = self._first, self._first + len(self._cold)
+        for begin, stop in ((0, min(first, used)), (end, used)):
+            if begin < stop:
+                self._hot(cache, pages[begin:stop], paged[begin:stop])
+        for at, source in enumerate(self._cold[: max(0, used - first)], first):
+            source.layer(0, layer, paged[at])
+        return out
+
+    def decode(
+        self, layer: int, q_HC: Tensor, cache: Tensor, pages: list[int], length: int, scale: float
+    ) -> Tensor:
+        if self._indexes:
+            return self._select(layer, q_HC, cache, pages, length, scale)
+        rank, rows = self._shared.rank, self.gather(layer, cache, pages, length)
+        table = torch.arange(rows.shape[0] // PAGE_TOKENS, device=cache.device).unsqueeze(0)
+        lengths = torch.tensor([length], device=cache.device)
+        q_1HC = q_HC.unsqueeze(0)
+        out_1HR: Tensor = self._shared.mla_decode(
+            q_1HC[..., :rank], q_1HC[..., rank:], rows, table, lengths, scale
+        )
+        self.reading.read_pages += len(self._cold)
+        return out_1HR[0]
+
+    def _select(
+        self, layer: int, q_HC: Tensor, cache: Tensor, pages: list[int], length: int, scale: float
+    ) -> Tensor:
+        settings, index, query_HC = self._shared.settings, self._indexes[layer], q_HC.float()
+        hot_KC = self._hot_rows(cache, pages, length)
+        hot_HK = query_HC @ hot_KC.t() * scale
+        guess_HNP = index.scores(query_HC, scale).view(len(q_HC), -1, PAGE_TOKENS)
+        chosen = choose_pages(
+            guess_HNP.logsumexp(dim=2),
+            hot_HK.logsumexp(dim=1),
+            settings.select_mass,
+            LEAST_PAGES,
+            settings.select_pages,
+        )
+        old_KC = self._read(layer, chosen.tolist(), cache).float()
+        guess_HNP[:, chosen] = float("-inf")
+        rows_KC = torch.cat([hot_KC, old_KC])
+        scores_HK = torch.cat([hot_HK, query_HC @ old_KC.t() * scale], dim=1)
+        found = attend(rows_KC, scores_HK, guess_HNP.flatten(1), index, self._shared.rank)
+        self.reading.read_pages += len(chosen)
+        self.reading.estimated_pages += index.pages - len(chosen)
+        share = float(found.estimated_H.max())
+        self.reading.estimated_share = max(self.reading.estimated_share, share)
+        return found.out_HR.to(q_HC.dtype)
+
+    def _read(self, layer: int, chosen: list[int], cache: Tensor) -> Tensor:
+        """Rows of old pages, [n * 64, C]; those of late steps are still on the device."""
+        recent, rows = self._recent[layer], []
+        for at in chosen:
+            page = recent.get(at)
+            if page is None:
+                page = cache.new_empty(PAGE_TOKENS, cache.shape[1])
+                self._cold[at].layer(0, layer, page)
+                recent[at] = page
+                self.reading.loaded_pages += 1
+            rows.append(page)
+        return torch.cat(rows)
+
+    def _hot_rows(self, cache: Tensor, pages: list[int], length: int) -> Tensor:
+        """Sinks and window, float32 [K, C]."""
+        used = -(-length // PAGE_TOKENS)
+        hot = pages[: self._first] + pages[self._first + len(self._cold) : used]
+        rows = cache.new_empty(len(hot), PAGE_TOKENS, cache.shape[1])
+        self._hot(cache, hot, rows)
+        behind = used * PAGE_TOKENS - length
+        return rows.flatten(0, 1)[: len(hot) * PAGE_TOKENS - behind].float()
+
+    def _hot(self, cache: Tensor, pages: list[int], out: Tensor) -> None:
+        numbers = torch.tensor(pages, dtype=torch.int64, device=cache.device)
+        paged = cache[: cache.shape[0] // PAGE_TOKENS * PAGE_TOKENS].view(-1, *out.shape[1:])
+        torch.index_select(paged, 0, numbers, out=out)
+
+    # --- what it costs --------------------------------------------------------------------------
+
+    @property
+    def index_bytes(self) -> int:
+        """On the device: sketches and their bases."""
+        return sum(index.nbytes for index in self._indexes)
+
+    @property
+    def recent_bytes(self) -> int:
+        """On the device: old pages that late steps have read."""
+        return sum(page.nbytes for recent in self._recent for page in recent.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(source.nbytes for source in self._cold)
+
+    @property
+    def bits(self) -> float:
+        """Per value of a row, of what stands for it."""
+        return max((index.bits for index in self._indexes), default=0.0)
+
+
+def _to_host(rows: Tensor) -> Tensor:
+    if rows.device.type == "cpu":
+        return rows.clone()
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
