@@ -232,6 +232,8 @@ class Engine:
             if not (plan.decode or plan.prefill):
                 self._check_idle()
                 return outputs
+            # Before the step's own snapshots take their places: it may begin with what was there.
+            self.cache.begin(plan.admitted)
             step = build_step(plan, self.cache.saves)
             planned = perf_counter()
             making = self._masks.start(step.sampled)
@@ -345,7 +347,6 @@ class Engine:
         timings.step_tokens.observe(len(step.batch.token_ids_T))
         for seq in plan.admitted:
             timings.start(seq.times, now)
-        self.cache.begin(plan.admitted)
         trace = RoutingTrace() if step.wants_routing else None
         logits_RV = self._forward(step, trace)
         for seq, begin, end in step.spans:
