@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -39,12 +40,12 @@ def pack(item: Item, codec: Codec) -> Packed:
         packed = [_pack_layer(part, layer) for layer in _layers(tensor)]
         if not all(map(_proof(part), _layers(tensor), packed)):
             log.error("%s does not give back %s; kept raw", part.scheme.name, part)
-            part = part._replace(scheme=Scheme.RAW)
+            part = replace(part, scheme=Scheme.RAW)
             packed = [_pack_layer(part, layer) for layer in _layers(tensor)]
         parts.append(part)
         blobs.append(tuple(memoryview(blob) for blob, _ in packed))
         refinements.append(tuple(memoryview(more) for _, more in packed))
-    lossy = any(part.scheme.lossy for part in parts)
+    lossy = any(part.lossy for part in parts)
     return Packed(tuple(parts), tuple(blobs), tuple(refinements) if lossy else ())
 
 
@@ -55,17 +56,17 @@ def unpack_layer(packed: Packed, part: int, layer: int, out: Tensor) -> None:
     or dtype, BadPayload for a blob that was not made by `pack`.
     """
     what = packed.parts[part]
-    if tuple(out.shape) != what.layer_shape or out.dtype != what.dtype:
+    if out.shape != what.layer_shape or out.dtype != what.dtype:
         raise ValueError(f"{what.layer_shape} {what.dtype} into {tuple(out.shape)} {out.dtype}")
-    refinement = packed.refinements[part][layer] if packed.refinements else None
-    direct = out.device.type == "cpu" and out.is_contiguous()
-    host = out if direct else torch.empty(out.shape, dtype=out.dtype)
     blob = packed.blobs[part][layer]
-    if what.scheme.lossy and refinement is None:
-        out.copy_(quantized.decode(open_rows(what, blob), out.device).view(out.shape))
-        return
-    _unpack(what, blob, refinement, host)
-    if not direct:
+    refinement = packed.refinements[part][layer] if packed.refinements else None
+    if what.lossy and refinement is None:
+        out.copy_(quantized.decode(open_rows(what, blob), out.device))
+    elif out.is_cpu and out.is_contiguous():
+        _unpack(what, blob, refinement, out)
+    else:
+        host = torch.empty(out.shape, dtype=out.dtype)
+        _unpack(what, blob, refinement, host)
         out.copy_(host)
 
 
@@ -137,7 +138,7 @@ def _words(x: Tensor) -> planes.Words:
     """The bits of a contiguous tensor, flat, sharing its memory."""
     size = x.dtype.itemsize
     as_torch, as_numpy = _WORDS[size]
-    return x.view(as_torch).view(-1).numpy().view(as_numpy)
+    return x.view(as_torch).numpy().reshape(-1).view(as_numpy)
 
 
 def _bits(scheme: Scheme) -> int:

@@ -6,12 +6,13 @@ refinements. What an exact codec needs beyond its base is thus a suffix, and dro
 valid item.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 
@@ -53,24 +54,29 @@ _CODECS: dict[Scheme, Codec] = {
 }
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """Of a tensor with one axis the only layer is the tensor itself, of others each [0..n-1]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     scheme: Scheme
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return self.shape[0] if len(self.shape) > 1 else 1
 
-    @property
+    @cached_property
     def layer_shape(self) -> tuple[int, ...]:
         return self.shape[1:] if len(self.shape) > 1 else self.shape
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
-        return torch.Size(self.layer_shape).numel() * self.dtype.itemsize
+        return math.prod(self.layer_shape) * self.dtype.itemsize
+
+    @cached_property
+    def lossy(self) -> bool:
+        return self.scheme.lossy
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class Packed:
     @property
     def exact(self) -> bool:
         """Whether it gives back the bytes that were packed."""
-        return bool(self.refinements) or not any(part.scheme.lossy for part in self.parts)
+        return bool(self.refinements) or not any(part.lossy for part in self.parts)
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +115,7 @@ class Packed:
 
         Its memory is its own: what it was taken from can be freed.
         """
-        if not any(part.scheme.lossy for part in self.parts):
+        if not any(part.lossy for part in self.parts):
             return self
         blobs = tuple(tuple(memoryview(bytes(b)) for b in blobs) for blobs in self.blobs)
         return Packed(self.parts, blobs, ())

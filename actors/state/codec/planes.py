@@ -26,7 +26,7 @@ _SEARCH: dict[str, Any] = {"strategy": zstandard.STRATEGY_FAST, "target_length":
                            "hash_log": 6, "window_log": 17}  # fmt: skip
 _PIECE = 1 << 15
 _SAMPLE = 4096
-_NOISE_BITS = 7.6  # entropy of a sample above which a plane is not even tried
+_NOISE = _SAMPLE**2 * 2**-7.6  # entropy (of order two) of bytes that are not even tried
 _UNPACKED = 0xFFFFFFFF
 _PLANES = {1: (1,), 2: (1, 1), 4: (1, 1, 2)}  # bytes per word -> per plane
 
@@ -128,9 +128,8 @@ def _decompress(packed: Buffer, count: int) -> Bytes:
 
 
 def _noisy(raw: Bytes) -> bool:
-    """By the entropy of a sample's bytes: trying to compress noise costs as much as work."""
+    """By how often two bytes of a sample are equal: trying to compress noise is wasted work."""
     if raw.size < _SAMPLE:
         return False
     counts = np.bincount(raw[:: raw.size // _SAMPLE][:_SAMPLE], minlength=256)
-    shares = counts[counts > 0] / _SAMPLE
-    return bool(-(shares * np.log2(shares)).sum() > _NOISE_BITS)
+    return bool(counts @ counts < _NOISE)

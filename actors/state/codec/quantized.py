@@ -92,6 +92,11 @@ def decode(base: Base, device: torch.device) -> Tensor:
     """The estimate of the rows, fp32 [n, W] on `device`; the same bits on every one."""
     if device.type == "cpu":
         return torch.from_numpy(_estimate(base.codes.numpy(), base.scales))
+    return decode_on(base, device)
+
+
+def decode_on(base: Base, device: torch.device) -> Tensor:
+    """`decode` in torch, for any device."""
     codes, scales = base.codes.to(device), base.scales.to(device).float()
     width = codes.shape[1]
     sizes = torch.tensor(blocks(width), device=device)
