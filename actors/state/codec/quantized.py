@@ -24,6 +24,7 @@ from torch import Tensor
 from expertmesh.actors.state.codec import planes
 from expertmesh.actors.state.codec.packed import Buffer
 from expertmesh.actors.state.codec.rotation import (
+    LEAST,
     Floats,
     blocks,
     hadamard,
@@ -116,12 +117,17 @@ def refine(estimate: Tensor, refinement: Buffer, out: Tensor) -> None:
 
 
 def _estimate(codes: NDArray[np.int8], scales: Tensor) -> Floats:
+    """hadamard(2 c + 1) is 2 hadamard(c), and the block's size in its first column."""
     width = codes.shape[1]
-    odd = codes.astype(np.float32)
-    odd *= 2
-    odd += 1
-    rows = hadamard(odd)
-    rows *= np.repeat(scales.float().numpy(), blocks(width), axis=1)
+    rows, steps, at = hadamard(codes.astype(np.float32)), scales.float().numpy() * 2, 0
+    for index, size in enumerate(blocks(width)):
+        block = rows[:, at : at + size]
+        if size < LEAST:
+            block += 0.5
+        else:
+            block[:, 0] += size / 2
+        block *= steps[:, index : index + 1]
+        at += size
     rows *= signs(width)
     return rows
 

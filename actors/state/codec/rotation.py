@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 # Larger blocks gain little, and 255 * MOST stays far below 2^24.
 MOST = 512
-_LEAST = 8
+LEAST = 8
 _SEED = 0x6D657368  # part of the format
 
 
@@ -27,7 +27,7 @@ def blocks(width: int) -> tuple[int, ...]:
     """Sizes of the blocks that a row of `width` values is cut into, powers of two but for a rest
     of less than 8 values, which is not rotated."""
     sizes: list[int] = []
-    while width >= _LEAST:
+    while width >= LEAST:
         sizes.append(min(MOST, 1 << (width.bit_length() - 1)))
         width -= sizes[-1]
     return (*sizes, width) if width else tuple(sizes)
@@ -43,7 +43,7 @@ def signs(width: int) -> Floats:
 @cache
 def norms(width: int) -> Floats:
     """Per value sqrt of the block's size: both ways multiply by it."""
-    sizes = np.array([size if size >= _LEAST else 1 for size in blocks(width)], np.float32)
+    sizes = np.array([size if size >= LEAST else 1 for size in blocks(width)], np.float32)
     return np.repeat(np.sqrt(sizes), blocks(width))
 
 
@@ -62,7 +62,7 @@ def hadamard(rows: Floats) -> Floats:
     out, at = np.empty_like(rows), 0
     for size in blocks(rows.shape[-1]):
         piece = rows[..., at : at + size]
-        out[..., at : at + size] = piece if size < _LEAST else _product(piece, size)
+        out[..., at : at + size] = piece if size < LEAST else _product(piece, size)
         at += size
     return out
 
@@ -72,7 +72,7 @@ def hadamard_on(rows: Tensor) -> Tensor:
     pieces = []
     for piece in torch.split(rows, list(blocks(rows.shape[-1])), dim=-1):
         size, step = piece.shape[-1], 1
-        while size >= _LEAST and step < size:
+        while size >= LEAST and step < size:
             pairs = piece.reshape(*rows.shape[:-1], -1, 2, step)
             left, right = pairs[..., 0, :], pairs[..., 1, :]
             piece = torch.stack((left + right, left - right), dim=-2)
@@ -84,9 +84,9 @@ def hadamard_on(rows: Tensor) -> Tensor:
 def _product(piece: Floats, size: int) -> Floats:
     """By two small matrices, of which the large one is the Kronecker product."""
     small = 1 << ((size.bit_length() - 1) // 2)
-    grid = piece.reshape(-1, size // small, small)
-    turned = _matrix(size // small) @ (grid @ _matrix(small))
-    return turned.reshape(piece.shape)
+    inner: Floats = piece.reshape(-1, small) @ _matrix(small)
+    outer: Floats = _matrix(size // small) @ inner.reshape(-1, size // small, small)
+    return outer.reshape(piece.shape)
 
 
 @cache
