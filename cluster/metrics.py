@@ -4,9 +4,6 @@
 it); vLLM's suffixes where it has the same thing, so that dashboards port by replacing a prefix.
 Ratios of counters are computed in queries, never exported. Labels hold bounded values only: a
 place ("expert-0"), never a process, a client or a request.
-
-Not here, as there is nothing to count yet: prefix_cache_queries and prefix_cache_hits. They come
-with a prefix cache.
 """
 
 from dataclasses import dataclass
@@ -64,6 +61,10 @@ SERVER_ERRORS = ("overload", "unavailable", "timeout", "internal")
 ADMISSION_REASONS = ("queue_full", "rate_limit", "draining", "timeout")
 AUTH_REASONS = ("missing", "unknown", "expired")
 STEP_PHASES = ("plan", "forward", "sample", "publish")
+PLACEMENT_REASONS = ("session", "prefix", "spread", "load")
+# Below the device; those that a server has.
+LOWER_TIERS = ("host", "disk")
+TIER_FAILURES = ("missing", "corrupt", "timeout", "io", "full", "busy")
 
 # The front door. Counted where usage is counted, so that sums over answers equal the counters.
 REQUEST_SUCCESS = Metric(
@@ -137,6 +138,13 @@ GRPC_REQUESTS = Metric(
     ("model_name", "method", "code"),
 )  # fmt: skip
 
+PLACEMENTS = Metric(
+    "router_placements", "counter",
+    "Requests given to a replica, by why that one: session or prefix, for what it has cached of "
+    "them; spread, as those that have something cached have too much to do; load, as nobody has.",
+    ("model_name", "reason"),
+)  # fmt: skip
+
 # Engines (attention replicas). `engine` is the replica's seat ("attention-0").
 _ENGINE = ("model_name", "engine")
 NUM_REQUESTS_RUNNING = Metric(
@@ -179,12 +187,13 @@ CACHE_CONFIG_INFO = Metric(
 _TIER = (*_ENGINE, "tier", "kind")
 TIER_USED_BYTES = Metric(
     "state_tier_used_bytes", "gauge",
-    "Bytes of state in use by tier (hot: on the device) and kind: pages of MLA latents, snapshots "
-    "of KDA state.", _TIER,
+    "Bytes of state in use by tier (hot: on the device; host; disk) and kind: pages of MLA "
+    "latents, slots with the KDA state of running sequences, snapshots of it, sessions.", _TIER,
 )  # fmt: skip
 TIER_CAPACITY_BYTES = Metric(
-    "state_tier_capacity_bytes", "gauge", "Bytes of state a tier has room for, by kind.", _TIER
-)
+    "state_tier_capacity_bytes", "gauge",
+    "Bytes of state a tier has room for, by kind; all: any of them.", _TIER,
+)  # fmt: skip
 # Of sequences: a choice of a request in one engine. One that is resumed elsewhere is another.
 REQUEST_QUEUE_TIME = Metric(
     "request_queue_time_seconds", "histogram",
@@ -211,6 +220,99 @@ ITERATION_TOKENS = Metric(
     "iteration_tokens", "histogram", "Tokens computed by a step, prompts and answers.", _ENGINE,
     tuple(map(float, timings.STEP_BUCKETS)),
 )  # fmt: skip
+
+# What is cached of prompts. A tier below the device is there where it has room.
+PREFIX_CACHE_QUERIES = Metric(
+    "prefix_cache_queries", "counter", "Tokens of prompts that were looked up.", _ENGINE
+)
+PREFIX_CACHE_HITS = Metric(
+    "prefix_cache_hits", "counter", "Those of them that were not computed again.", _ENGINE
+)
+PREFIX_CACHE_CEILING = Metric(
+    "prefix_cache_ceiling_perc", "gauge",
+    "Share of the tokens looked up that a cache without limits would have known, by estimate, 0 to "
+    "1.", _ENGINE,
+)  # fmt: skip
+PREFIX_CACHE_RECOMPUTED = Metric(
+    "prefix_cache_recomputed_tokens", "counter",
+    "Tokens computed again although their latents were cached: no snapshot of the KDA state was "
+    "that far.", _ENGINE,
+)  # fmt: skip
+PREFIX_CACHE_PAGES = Metric(
+    "prefix_cache_pages", "gauge",
+    "Pages on the device that no sequence uses and the cache keeps; they are given up when needed.",
+    _ENGINE,
+)  # fmt: skip
+TIER_HIT_TOKENS = Metric(
+    "state_tier_hit_tokens", "counter", "Tokens that were not computed again, by where they were.",
+    (*_ENGINE, "tier"),
+)  # fmt: skip
+STATE_LOADS = Metric(
+    "state_loads", "counter", "Prefixes that were to be brought to the device from below.", _ENGINE
+)
+STATE_LOADS_FAILED = Metric(
+    "state_loads_failed", "counter", "Those of them that did not come, and were computed instead.",
+    _ENGINE,
+)  # fmt: skip
+STATE_LOAD_SECONDS = Metric(
+    "state_load_seconds", "counter", "Seconds that such loads took, those at the same time added.",
+    _ENGINE,
+)  # fmt: skip
+STATE_LOADING = Metric(
+    "state_loading", "gauge", "Prefixes that are on their way to the device.", _ENGINE
+)
+STATE_CHECKPOINTS = Metric(
+    "state_checkpoints", "counter", "States of running answers that were saved.", _ENGINE
+)
+STATE_SESSIONS = Metric("state_sessions", "gauge", "Sessions that the engine knows.", _ENGINE)
+KV_PAGES_READ = Metric(
+    "kv_pages_read", "counter",
+    "Old pages, over steps and layers, that requests of kv_mode select read: exact, or taken as an "
+    "estimate.", (*_ENGINE, "how"),
+)  # fmt: skip
+STATE_THREADS_DEAD = Metric(
+    "state_threads_dead", "gauge",
+    "Background threads of the tiers that an error has ended. Must be 0.", _ENGINE,
+)  # fmt: skip
+_LOWER = (*_ENGINE, "tier")
+TIER_ITEMS = Metric("state_tier_items", "gauge", "Pages, snapshots and sessions in a tier.", _LOWER)
+TIER_PINNED = Metric(
+    "state_tier_pinned_items", "gauge", "Those of them that nothing evicts.", _LOWER
+)
+TIER_RAW_BYTES = Metric(
+    "state_tier_raw_bytes", "gauge", "What they would take without being packed.", _LOWER
+)
+TIER_LOOKUPS = Metric(
+    "state_tier_lookups", "counter", "Items asked of a tier: hit, miss.", (*_LOWER, "outcome")
+)
+TIER_OPERATIONS = Metric(
+    "state_tier_operations", "counter", "Items read from and written to a tier.", (*_LOWER, "op")
+)
+TIER_MOVED_BYTES = Metric(
+    "state_tier_moved_bytes", "counter", "Bytes read from and written to a tier, packed.",
+    (*_LOWER, "op"),
+)  # fmt: skip
+TIER_BUSY_SECONDS = Metric(
+    "state_tier_busy_seconds", "counter",
+    "Seconds that a tier spent on read and write, and on verify: checking what was read.",
+    (*_LOWER, "op"),
+)  # fmt: skip
+TIER_EVICTIONS = Metric(
+    "state_tier_evictions", "counter", "Items that had to make room, the device's among them.",
+    _LOWER,
+)  # fmt: skip
+TIER_REFUSED = Metric(
+    "state_tier_refused", "counter", "Items that a tier had no room or no time for.", _LOWER
+)
+TIER_QUEUED = Metric("state_tier_queued", "gauge", "Items that wait for a tier.", _LOWER)
+TIER_FAILED = Metric(
+    "state_tier_failures", "counter",
+    f"Items that could not be had or stored: {', '.join(TIER_FAILURES)}. Each is computed again; "
+    "corrupt ones are never used.", (*_LOWER, "reason"),
+)  # fmt: skip
+TIER_READ_ONLY = Metric(
+    "state_tier_read_only", "gauge", "1 while a tier takes nothing more, else 0.", _LOWER
+)
 
 # The mesh. `seat` is a place in it ("expert-0"), whoever sits there: as many series as seats.
 # Nothing is per layer or per expert; `expertmesh routing report` shows those.
@@ -327,5 +429,5 @@ PROCESS = tuple(metric for metric in _DEFINED if not metric.prefix)
 SHARED = ALL[ALL.index(NUM_REQUESTS_RUNNING) :]
 # Exposed by a server that has a mesh.
 MESH = ALL[ALL.index(EXPERT_UP) :]
-# Exposed where there is something to count: keys are asked for, gRPC has a port.
-OPTIONAL = (AUTH_FAILURES, AUTH_KEYS, AUTH_KEYS_FILE_FAILED, GRPC_REQUESTS)
+# Exposed where there is something to count: keys are asked for, gRPC has a port, replicas exist.
+OPTIONAL = (AUTH_FAILURES, AUTH_KEYS, AUTH_KEYS_FILE_FAILED, GRPC_REQUESTS, PLACEMENTS)

@@ -89,6 +89,8 @@ def door_app(settings: DoorSettings, behind_proxy: bool = False) -> tuple[Front,
     )
 
     front = Front(client, info, settings.edge)
+    front.telemetry.watch_placements()
+    client.placed = front.telemetry.placed
 
     @asynccontextmanager
     async def connected(app: FastAPI) -> AsyncIterator[None]:

@@ -157,6 +157,48 @@ SERVING = Group(
     ),
 )
 
+STATE = Group(
+    "expertmesh-state",
+    (
+        Alert(
+            "ExpertMeshTierReadOnly",
+            f"{_each('max', m.TIER_READ_ONLY)} > 0",
+            "warning",
+            "The {{ $labels.tier }} tier of {{ $labels.engine }} takes no more state",
+            "Its device is full, slow or broken. Requests are served; what falls out of memory is "
+            "computed again, and sessions cannot be suspended. See the failures by reason.",
+            holds="5m",
+        ),
+        Alert(
+            "ExpertMeshStateCorrupt",
+            f"{window('1h').increase(m.TIER_FAILED, reason='=corrupt')} > 0",
+            "critical",
+            "State in the {{ $labels.tier }} tier of {{ $labels.engine }} is damaged",
+            "{{ $value | humanize }} items were not what had been stored. They were refused and "
+            "computed again: memory or disk is bad.",
+        ),
+        Alert(
+            "ExpertMeshStateThreadDead",
+            f"{_each('max', m.STATE_THREADS_DEAD)} > 0",
+            "critical",
+            "A background thread of {{ $labels.engine }} has died",
+            "Its tier takes nothing more until the replica is started again; the log has the "
+            "error.",
+            holds="1m",
+        ),
+        Alert(
+            "ExpertMeshStateLoadsFail",
+            f"{per(window('10m').rate(m.STATE_LOADS_FAILED), window('10m').rate(m.STATE_LOADS))} "
+            "> 0.5",
+            "warning",
+            "Cached state does not come back to {{ $labels.engine }} of {{ $labels.model_name }}",
+            "{{ $value | humanizePercentage }} of the loads failed, and their prompts were "
+            "computed instead. See the failures by reason.",
+            holds="10m",
+        ),
+    ),
+)
+
 _PROGRESS = window("15m").increase(m.MOVED_EXPERTS)
 MESH = Group(
     "expertmesh-mesh",
@@ -252,5 +294,5 @@ MESH = Group(
     ),
 )
 
-GROUPS = (RECORDS, SERVING, MESH)
+GROUPS = (RECORDS, SERVING, STATE, MESH)
 ALERTS = tuple(alert for group in GROUPS for alert in group.alerts)

@@ -17,8 +17,10 @@ front door of a server shows the same engines and the same mesh: take those once
 (`max by (job, namespace, model_name, engine)`) before you add up. Names are vLLM's with another
 prefix where it has the same thing.
 
-Not exported, as there is no prefix cache yet: `prefix_cache_queries`, `prefix_cache_hits`. Of the
-state tiers only `hot` exists.
+Ratios are left to queries: the prefix cache's hit rate is
+`rate(expertmesh_prefix_cache_hits_total[5m]) / rate(expertmesh_prefix_cache_queries_total[5m])`, a
+tier's packing `expertmesh_state_tier_raw_bytes` over its `state_tier_used_bytes`. State tiers are
+`hot` (the device), `host` and `disk`; one without room is not shown.
 """
 
 

@@ -4,6 +4,7 @@ from expertmesh.cluster import metrics as m
 from expertmesh.deploy.observability.panels import Board, Panel, Row, Target, Variable
 from expertmesh.deploy.observability.promql import Query, over, per, total
 from expertmesh.deploy.observability.slo import FIRST_TOKEN_SLO, INTER_TOKEN_SLO, Objective
+from expertmesh.deploy.observability.state_row import CACHED
 
 Q = Query("$__rate_interval", variables=True)
 NO_GRPC = "only a server with a gRPC port has it"
@@ -323,7 +324,7 @@ BOARD = Board(
     uid="expertmesh-serving",
     title="ExpertMesh / Serving",
     description="Service level, load and state of an ExpertMesh server.",
-    rows=(SLO, LOAD, STATE, DOOR),
+    rows=(SLO, LOAD, STATE, CACHED, DOOR),
     variables=(MODEL, ENGINE),
     marks=(("New epoch", f"changes({Q.select(m.MESH_EPOCH)}[$__rate_interval]) > 0"),),
 )

@@ -1,12 +1,8 @@
 """The engines' counters at scrape time: they live in the engines, and are read, never added up."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -15,8 +11,8 @@ from expertmesh.actors.attention.timings import Histogram
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.cluster import metrics
 from expertmesh.cluster.metrics import Metric
-
-Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+from expertmesh.deploy.openai.families import Family, Samples, family
+from expertmesh.deploy.openai.state_telemetry import state_families
 
 _PLAIN: tuple[tuple[Metric, Callable[[EngineStats], float]], ...] = (
     (metrics.NUM_REQUESTS_RUNNING, lambda s: s.running),
@@ -48,48 +44,28 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Family]:
         up = {e: float(s is not None and s.failed is None) for e, s in self.stats.items()}
-        yield _family(metrics.ENGINE_UP, (([self._model, e], value) for e, value in up.items()))
+        yield family(metrics.ENGINE_UP, (([self._model, e], value) for e, value in up.items()))
         # Of an engine that is down only that is known. Zeros would read as restarted counters.
         stats = {engine: one for engine, one in self.stats.items() if one is not None}
         for metric, read in _PLAIN:
-            yield _family(metric, (([self._model, e], read(s)) for e, s in stats.items()))
-        yield _family(metrics.ENGINE_STEP_SECONDS, self._steps(stats))
-        yield _family(metrics.CACHE_CONFIG_INFO, self._cache(stats))
-        yield _family(metrics.TIER_USED_BYTES, self._tiers(stats, free=True))
-        yield _family(metrics.TIER_CAPACITY_BYTES, self._tiers(stats, free=False))
+            yield family(metric, (([self._model, e], read(s)) for e, s in stats.items()))
+        yield family(metrics.ENGINE_STEP_SECONDS, self._steps(stats))
+        yield family(metrics.CACHE_CONFIG_INFO, self._cache(stats))
+        yield from state_families(self._model, stats)
         for metric, histogram in _HISTOGRAMS:
-            family = HistogramMetricFamily(metric.full_name, metric.help, labels=metric.labels)
+            observed = HistogramMetricFamily(metric.full_name, metric.help, labels=metric.labels)
             for engine, one in stats.items():
-                add_histogram(family, [self._model, engine], histogram(one))
-            yield family
+                add_histogram(observed, [self._model, engine], histogram(one))
+            yield observed
 
-    def _steps(self, stats: Mapping[str, EngineStats]) -> "Samples":
+    def _steps(self, stats: Mapping[str, EngineStats]) -> Samples:
         for engine, one in stats.items():
             for phase in metrics.STEP_PHASES:
                 yield [self._model, engine, phase], getattr(one, f"{phase}_seconds")
 
-    def _cache(self, stats: Mapping[str, EngineStats]) -> "Samples":
+    def _cache(self, stats: Mapping[str, EngineStats]) -> Samples:
         for engine, one in stats.items():
             yield [self._model, engine, str(PAGE_TOKENS), str(one.pages_total)], 1.0
-
-    def _tiers(self, stats: Mapping[str, EngineStats], free: bool) -> "Samples":
-        """Bytes in all; free: without those that are."""
-        for engine, s in stats.items():
-            pages = s.pages_total - s.pages_free * free
-            slots = s.slots_total - s.slots_free * free
-            yield [self._model, engine, "hot", "pages"], pages * s.page_bytes
-            yield [self._model, engine, "hot", "snapshots"], slots * s.slot_bytes
-
-
-Samples = Iterator[tuple[list[str], float]]
-
-
-def _family(metric: Metric, samples: Samples) -> Family:
-    kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-    family = kind(metric.full_name, metric.help, labels=metric.labels)
-    for labels, value in samples:
-        family.add_metric(labels, value)
-    return family
 
 
 def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:

@@ -152,6 +152,16 @@ class Telemetry:
         for reason in metrics.AUTH_REASONS:
             self._once(metrics.AUTH_FAILURES).labels(self._model, reason)
 
+    def watch_placements(self) -> None:
+        """There are replicas to choose from."""
+        for reason in metrics.PLACEMENT_REASONS:
+            self._once(metrics.PLACEMENTS).labels(self._model, reason)
+
+    def placed(self, reason: str) -> None:
+        """A replica has taken a request. reason: one of metrics.PLACEMENT_REASONS."""
+        assert reason in metrics.PLACEMENT_REASONS, reason
+        self._once(metrics.PLACEMENTS).labels(self._model, reason).inc()
+
     def grpc_finished(self, method: str, code: str) -> None:
         """A call has ended. method: the procedure's short name. code: such as "OK"."""
         self._once(metrics.GRPC_REQUESTS).labels(self._model, method, code).inc()

@@ -182,8 +182,8 @@ def test_ratios_are_between_0_and_1_and_named_so() -> None:
             assert all(0 <= one.value <= 1 for one in family.samples)
     assert samples(text, "kv_cache_usage_perc") == {"a": 0.75, "b": 0.0}
     used = samples(text, "state_tier_used_bytes")
-    assert used["a,pages,hot"] == 60 and used["a,snapshots,hot"] == 0
-    assert samples(text, "state_tier_capacity_bytes")["a,snapshots,hot"] == 400
+    assert used["a,pages,hot"] == 60 and used["a,slots,hot"] == 0
+    assert samples(text, "state_tier_capacity_bytes")["a,slots,hot"] == 400
     assert {key.rsplit(",", 1)[1] for key in used} == {"hot"}, "no tier that does not exist"
     assert "64,a,8" in samples(text, "cache_config_info")
 

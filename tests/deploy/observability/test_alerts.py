@@ -151,6 +151,38 @@ CASES: dict[str, list[Case]] = {
         Case([gauge("auth_keys_file_failed", 1, **DOORS)], [ME | DOORS]),
         Case([gauge("auth_keys_file_failed", 0, **DOORS)]),
     ],
+    "ExpertMeshTierReadOnly": [
+        Case(
+            [gauge("state_tier_read_only", 1, engine="0", tier="disk"),
+             gauge("state_tier_read_only", 0, engine="0", tier="host")],
+            [ME | {"engine": "0", "tier": "disk"}],
+        ),
+        Case([gauge("state_tier_read_only", "0x50 1x3 0x300", engine="0", tier="disk")]),
+    ],
+    "ExpertMeshStateCorrupt": [
+        Case(
+            [gauge("state_tier_failures_total", "0x30 1x300", engine="0", tier="disk",
+                   reason="corrupt")],
+            [ME | {"engine": "0", "tier": "disk", "reason": "corrupt"}],
+        ),
+        Case([gauge("state_tier_failures_total", 0, engine="0", tier="disk", reason="corrupt"),
+              counter("state_tier_failures_total", 5, engine="0", tier="disk", reason="missing")]),
+    ],
+    "ExpertMeshStateThreadDead": [
+        Case([gauge("state_threads_dead", "0x30 1x300", engine="0")], [ME | {"engine": "0"}]),
+        Case([gauge("state_threads_dead", 0, engine="0")]),
+    ],
+    "ExpertMeshStateLoadsFail": [
+        Case(
+            [counter("state_loads_failed_total", 8, engine="0"),
+             counter("state_loads_total", 10, engine="0")],
+            [ME | {"engine": "0"}],
+        ),
+        Case([counter("state_loads_failed_total", 2, engine="0"),
+              counter("state_loads_total", 10, engine="0")]),
+        Case([gauge("state_loads_failed_total", 0, engine="0"),
+              gauge("state_loads_total", 0, engine="0")]),  # no traffic
+    ],
     "ExpertMeshUnserviceable": [
         Case([gauge("mesh_state", 1, state="unserviceable"), gauge("mesh_state", 0, state="ready")],
              [ME | {"state": "unserviceable"}]),

@@ -171,4 +171,4 @@ def test_the_metrics_page_names_everything() -> None:
     page = (generate.FOLDER / "metrics.md").read_text()
     for metric in metrics.ALL:
         assert f"`{metric.full_name}" in page
-    assert "prefix_cache_hits" in page, "what is not exported is said"
+    assert "`host` and `disk`" in page, "which values the label of tiers has"

@@ -35,6 +35,7 @@ class SlowClient(FakeEngineClient):
         self.asked = self.at_once = self.most = 0
         self.slow_s = 0.0
         self.counters.page_bytes, self.counters.slot_bytes = 100, 1000
+        self.counters.cache.store.disk.capacity_bytes = 1000
 
     async def stats(self) -> Mapping[str, EngineStats | None]:  # type: ignore[override]
         self.asked += 1
@@ -55,6 +56,7 @@ def serving(client: SlowClient, mesh: FakeControl | None) -> Iterator[tuple[Door
 def everything(front: Front) -> None:
     """What only some servers have, and one observation of each histogram of the door."""
     front.telemetry.watch_keys(lambda: (3.0, 0.0))
+    front.telemetry.watch_placements()
     front.telemetry.grpc_finished("Generate", "OK")
     front.telemetry.first_token(0.1)
     front.telemetry.between_tokens(0.01)
