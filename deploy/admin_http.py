@@ -1,4 +1,4 @@
-"""How commands talk to the /mesh routes of a running server."""
+"""How commands talk to a running server: to its /mesh routes, and to what tenants may do."""
 
 import json
 import os
@@ -16,25 +16,30 @@ ERROR_BYTES = 10_000
 
 
 def ask(
-    url: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_SECONDS
-) -> bytes:
-    """The answer's body. Without a body it is a GET. Raises Refused in the server's own words."""
-    headers = {"content-type": "application/json"}
-    if token := os.environ.get(TOKEN, "").strip() or os.environ.get(KEY, "").strip():
-        headers["authorization"] = f"Bearer {token}"
+    url: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_SECONDS,
+    *, method: str | None = None, tenant: bool = False, headers: Mapping[str, str] | None = None,
+) -> bytes:  # fmt: skip
+    """The answer's body. Without a body it is a GET, unless a method is named. tenant: ask with
+    the API key, for what belongs to it; else the admin token comes first. Raises Refused in the
+    server's own words."""
+    sent = {"content-type": "application/json"} | dict(headers or {})
+    names = (KEY,) if tenant else (TOKEN, KEY)
+    if token := next((t for name in names if (t := os.environ.get(name, "").strip())), ""):
+        sent["authorization"] = f"Bearer {token}"
     data = None if body is None else json.dumps(body).encode()
     try:
-        return send(url, path, headers, data, timeout)
+        return send(url, path, sent, data, timeout, method)
     except urllib.error.HTTPError as error:
         raise _refusal(error.code, error.read(ERROR_BYTES)) from None
 
 
 def send(
-    url: str, path: str, headers: Mapping[str, str], data: bytes | None, timeout: float
-) -> bytes:
+    url: str, path: str, headers: Mapping[str, str], data: bytes | None, timeout: float,
+    method: str | None = None,
+) -> bytes:  # fmt: skip
     """The answer's body. Raises HTTPError when the server refuses, Refused when none answers."""
     try:
-        request = urllib.request.Request(url.rstrip("/") + path, data, dict(headers))
+        request = urllib.request.Request(url.rstrip("/") + path, data, dict(headers), method=method)
         # No proxy of the environment: it would be asked for this host's own loopback address.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=timeout) as response:
@@ -51,10 +56,12 @@ def send(
         ) from None
 
 
-def ask_json(url: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Raises Refused, also when a stranger answers."""
+def ask_json(
+    url: str, path: str, body: Mapping[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """As `ask`. Raises Refused, also when a stranger answers."""
     try:
-        answer = json.loads(ask(url, path, body))
+        answer = json.loads(ask(url, path, body, **more))
     except ValueError:
         answer = None
     if not isinstance(answer, dict):

@@ -15,6 +15,7 @@ from expertmesh.deploy.cost.commands import cost
 from expertmesh.deploy.doctor.commands import doctor
 from expertmesh.deploy.hosts.commands import cluster
 from expertmesh.deploy.routing.commands import routing
+from expertmesh.deploy.sessions.commands import sessions
 from expertmesh.deploy.verify.commands import verify
 
 # As ClusterSettings.name wants it, known here without importing that.
@@ -35,6 +36,7 @@ app.add_typer(cluster, name="cluster")
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 app.add_typer(cost, name="cost")
+app.add_typer(sessions, name="sessions")
 app.command()(verify)
 app.command()(doctor)
 

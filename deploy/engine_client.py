@@ -10,7 +10,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
 from expertmesh.actors.attention.loop import EngineLoop
-from expertmesh.actors.attention.messages import EngineStats, GenerateRequest, TokenOutput
+from expertmesh.actors.attention.messages import (
+    EngineFailed,
+    EngineStats,
+    GenerateRequest,
+    TokenOutput,
+)
+from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from expertmesh.deploy.mailbox import Mailbox
 
 Pace = Callable[[], float]
@@ -18,6 +24,8 @@ Ended = Callable[[], None] | None
 
 # A step that runs this long is not slow but stuck; readiness goes red before clients time out.
 STALL_SECONDS = 60.0
+# Saving and loading a session have deadlines of their own, which grow with its size.
+SESSION_SECONDS = 120.0
 
 
 class EngineUnavailable(RuntimeError):
@@ -61,6 +69,10 @@ class EngineClient(Protocol):
     async def stats(self) -> Mapping[str, EngineStats | None]:
         """Counters by engine name; None for one that is down. One that is only too busy to answer
         in time is left out."""
+        ...
+
+    async def session(self, call: SessionCall) -> SessionAnswer:
+        """What becomes of a session. Raises EngineUnavailable when no engine answers."""
         ...
 
 
@@ -128,3 +140,12 @@ class LocalEngineClient:
 
     async def stats(self) -> Mapping[str, EngineStats]:
         return {self._name: self.engine_loop.engine.stats()}
+
+    async def session(self, call: SessionCall) -> SessionAnswer:
+        try:
+            answer = self.engine_loop.engine.session(call)
+            return await asyncio.wait_for(asyncio.wrap_future(answer), SESSION_SECONDS)
+        except EngineFailed as error:
+            raise EngineUnavailable(str(error)) from error
+        except TimeoutError:
+            raise EngineUnavailable(f"no answer within {SESSION_SECONDS:g} s") from None

@@ -115,6 +115,10 @@ class PrefixIndex:
         if route.session is not None:
             self._holders[route.session] = (holder,)
 
+    def seated(self, tenant: str, session: str, holder: str) -> None:
+        """The replica has the session's state in memory."""
+        self._holders[named_key(root_key(b"", tenant), b"session", session)] = (holder,)
+
     def _add(self, key: bytes, holder: str) -> None:
         others = [one for one in self._holders.get(key, ()) if one != holder]
         self._holders[key] = (holder, *others[: MOST_HOLDERS - 1])

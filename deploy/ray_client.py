@@ -29,6 +29,7 @@ from expertmesh.actors.attention.messages import (
     RequestRefused,
     TokenOutput,
 )
+from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from expertmesh.cluster.directory import Directory
 from expertmesh.cluster.watch import first_line
 from expertmesh.deploy import replica_link
@@ -36,6 +37,7 @@ from expertmesh.deploy.engine_client import Ended, EngineUnavailable, Pace, at_o
 from expertmesh.deploy.mailbox import Mailbox
 from expertmesh.deploy.prefix_index import Choice, PrefixIndex, Route, Why
 from expertmesh.deploy.replica_link import NotTaken, ReplicaLink
+from expertmesh.deploy.replica_sessions import ask_replicas
 from expertmesh.deploy.tracked import TrackedRequest
 
 _log = logging.getLogger(__name__)
@@ -151,6 +153,15 @@ class RayEngineClient:
             for link, stats in zip(links, answers, strict=True)
             if stats is not None or link.state == "down"
         }
+
+    async def session(self, call: SessionCall) -> SessionAnswer:
+        def seated(session: str, link: ReplicaLink) -> None:
+            self._prefixes.seated(call.tenant, session, link.holder)
+
+        ready, reason = self.ready()
+        if not ready:
+            raise EngineUnavailable(reason)
+        return await ask_replicas(call, self._up(), seated)
 
     # --- placing ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from expertmesh.actors.attention.messages import (
 )
 from expertmesh.actors.attention.pieces import CALL_BYTES, Joiner, split
 from expertmesh.actors.process import Health
+from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from expertmesh.cluster.watch import first_line
 from expertmesh.deploy.engine_client import EngineUnavailable
 from expertmesh.deploy.mesh_client import answer_of
@@ -166,6 +167,16 @@ class ReplicaLink:
         except Exception:
             return None
         return replica_stats(answer).engine
+
+    async def session(self, call: SessionCall) -> SessionAnswer:
+        """Raises EngineUnavailable when the replica cannot be asked or does not answer."""
+        if self._actor is None or self.state == "down":
+            raise EngineUnavailable(f"{self.seat}: {self.reason}")
+        try:
+            answer = await answer_of(self._actor.session.remote(self._encode(call)))
+        except Exception as error:
+            raise EngineUnavailable(f"{self.seat}: {first_line(error)}") from error
+        return msgspec.msgpack.decode(answer, type=SessionAnswer)
 
     # --- outputs in, and health -----------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from expertmesh.deploy.auth.origins import Origins
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.observability.page import Dashboard
 from expertmesh.deploy.observability.scrape import Scrape
-from expertmesh.deploy.openai import answers, chat, completions, constraints
+from expertmesh.deploy.openai import answers, chat, completions, constraints, session_answers
 from expertmesh.deploy.openai.admin import Admin, RebalanceRequest, RecordRequest, ScaleRequest
 from expertmesh.deploy.openai.body import read_json
 from expertmesh.deploy.openai.errors import ApiError, bad, from_validation, unavailable, unsupported
@@ -37,6 +37,7 @@ from expertmesh.deploy.openai.protocol import (
 )
 from expertmesh.deploy.openai.response import GenerationResponse
 from expertmesh.deploy.openai.sampling import check_ids, check_model
+from expertmesh.deploy.openai.sessions import SessionEndpoints
 
 Model = TypeVar("Model", bound=Strict)
 Tokenizing = TypeVar("Tokenizing", TokenizeRequest, DetokenizeRequest)
@@ -121,8 +122,31 @@ def build_app(
         "/mesh/routing/record", admin.record, RecordRequest, None,
         media_type="application/octet-stream", errors=managing,
     )  # fmt: skip
+    _add_sessions(app, described, SessionEndpoints(front))
     described.install(app)
     return app
+
+
+def _add_sessions(app: FastAPI, described: Described, door: SessionEndpoints) -> None:
+    one = "/v1/sessions/{session_id}"
+    routes: list[tuple[str, str, Any, type[BaseModel], type[Strict] | None]] = [
+        ("GET", "/v1/sessions", door.list, session_answers.SessionList, None),
+        ("GET", one, door.show, session_answers.SessionDetails, None),
+        ("DELETE", one, door.delete, session_answers.SessionDeleted, None),
+        ("POST", f"{one}/suspend", door.suspend, session_answers.SessionSuspended,
+         session_answers.Nothing),
+        ("POST", f"{one}/resume", door.resume, session_answers.SessionResumed,
+         session_answers.Nothing),
+        ("POST", f"{one}/fork", door.fork, session_answers.SessionCard,
+         session_answers.ForkRequest),
+    ]  # fmt: skip
+    for method, path, endpoint, answer, body in routes:
+        errors = (404, 409, 429, *(BODY if body else (400,)))
+        extra = described.operation(answer, body=body, errors=errors, salted=True)
+        app.add_api_route(
+            path, endpoint, methods=[method], openapi_extra=extra, response_model=None,
+            response_class=Response,
+        )  # fmt: skip
 
 
 def _watched(lifespan: Lifespan | None, dashboard: Dashboard) -> Lifespan:

@@ -27,6 +27,12 @@ _REQUEST_ID = {
         "schema": {"type": "string"},
     }
 }
+_SALT = {
+    "name": "X-Cache-Salt",
+    "in": "header",
+    "description": "The cache_salt of the session's requests, where they had one.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 256},
+}
 _RETRY_AFTER = {
     "Retry-After": {
         "description": "Seconds after which the same request may succeed.",
@@ -39,6 +45,7 @@ _REASONS = {
     403: "Not from here, or not with this key.",
     404: "No such model or path.",
     408: "The body did not arrive in time.",
+    409: "Not as things stand; the message says what stands in the way.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests; Retry-After says when.",
@@ -62,11 +69,13 @@ class Described:
         chunk: type[BaseModel] | None = None,
         media_type: str | None = None,
         errors: tuple[int, ...] = (),
+        salted: bool = False,
     ) -> dict[str, Any]:
         """The `openapi_extra` of an endpoint.
 
         answer: of status 200, as JSON; None for an empty one, or for text of `media_type`.
-        chunk: of each event when the request asks for a stream.
+        chunk: of each event when the request asks for a stream. salted: it takes the header that
+        tells a tenant's sessions apart.
         """
         content: dict[str, Any] = {}
         if answer is not None:
@@ -80,6 +89,8 @@ class Described:
         for status in sorted({*_ANYWHERE, *errors}):
             responses[str(status)] = {"$ref": f"#/components/responses/{status}"}
         out: dict[str, Any] = {"responses": responses}
+        if salted:
+            out["parameters"] = [_SALT]
         if body is not None:
             schema = {"schema": self._reference(body)}
             out["requestBody"] = {"required": True, "content": {_JSON: schema}}

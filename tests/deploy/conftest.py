@@ -16,7 +16,7 @@ from expertmesh.deploy.openai.describe import describe
 from expertmesh.deploy.openai.served import Limits, ServedModel
 from tests.support.checkpoints import write_checkpoint
 from tests.support.door import Door
-from tests.support.fake_client import FakeEngineClient, echo_prompt
+from tests.support.fake_client import FakeEngineClient, echo_prompt, no_session
 from tests.support.http_server import http_server
 from tests.support.tokenizers import Vocabulary, write_tokenizer
 
@@ -52,6 +52,8 @@ def fake(fake_server: tuple[FakeEngineClient, str]) -> FakeEngineClient:
     client.script, client.seconds, client.fail_after = echo_prompt, 0.0, None
     client.down, client.refuse, client.gate = "", None, None
     client.cached, client.kv = lambda request: 0, None
+    client.answer = no_session
+    client.calls.clear()
     client.requests.clear()
     client.aborted.clear()
     return client

@@ -11,7 +11,8 @@ from expertmesh.actors.attention.messages import (
     TokenLogprobs,
     TokenOutput,
 )
-from expertmesh.deploy.engine_client import Ended, Pace, at_once
+from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
+from expertmesh.deploy.engine_client import Ended, EngineUnavailable, Pace, at_once
 from expertmesh.deploy.mailbox import Mailbox
 
 Script = Callable[[GenerateRequest], Sequence[int]]
@@ -21,6 +22,13 @@ def echo_prompt(request: GenerateRequest) -> Sequence[int]:
     """The default script: the prompt again and again."""
     ids = request.prompt_ids
     return ids * (-(-request.params.max_tokens // len(ids)) if request.params.max_tokens else 0)
+
+
+def no_session(call: SessionCall) -> SessionAnswer:
+    """The default answer: there are none."""
+    if call.verb == "list":
+        return SessionAnswer(views=[])
+    return SessionAnswer(problem="unknown", message="there is no such session")
 
 
 def entry(token: int, top: int, vocab_size: int) -> TokenLogprobs:
@@ -39,7 +47,8 @@ class FakeEngineClient:
 
     Public knobs: `script`, `seconds`, `fail_after` (tokens until an error output), `down` (the
     reason `ready` gives), `refuse` (raised by generate), `gate` (an Event every token waits for),
-    `cached` (prompt tokens that were not computed, per request), `kv` (how old ones were read).
+    `cached` (prompt tokens that were not computed, per request), `kv` (how old ones were read),
+    `answer` (to calls about sessions, which `calls` keeps).
     """
 
     def __init__(
@@ -56,6 +65,8 @@ class FakeEngineClient:
         self.gate: asyncio.Event | None = None
         self.cached: Callable[[GenerateRequest], int] = lambda request: 0
         self.kv: KvReport | None = None
+        self.answer: Callable[[SessionCall], SessionAnswer] = no_session
+        self.calls: list[SessionCall] = []
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.running = 0
@@ -139,3 +150,9 @@ class FakeEngineClient:
 
     async def stats(self) -> Mapping[str, EngineStats]:
         return {"0": self.counters}
+
+    async def session(self, call: SessionCall) -> SessionAnswer:
+        self.calls.append(call)
+        if self.down:
+            raise EngineUnavailable(self.down)
+        return self.answer(call)

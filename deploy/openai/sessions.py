@@ -1,0 +1,170 @@
+"""/v1/sessions: named states of conversations, which outlive requests and processes.
+
+A session belongs to its tenant: the API key, and the cache_salt that its requests had, which these
+routes take as the header X-Cache-Salt. Anybody else's session is one that does not exist.
+"""
+
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from expertmesh.actors.state.session_messages import (
+    Problem,
+    SessionAnswer,
+    SessionCall,
+    SessionView,
+    Verb,
+)
+from expertmesh.deploy.front import Front
+from expertmesh.deploy.openai.body import read_json
+from expertmesh.deploy.openai.errors import ApiError, bad, from_validation
+from expertmesh.deploy.openai.fields import SESSION_ID
+from expertmesh.deploy.openai.protocol import Strict
+from expertmesh.deploy.openai.run import api_error
+from expertmesh.deploy.openai.session_answers import ForkRequest, Nothing
+from expertmesh.deploy.openai.tenant import tenant_of
+
+Body = TypeVar("Body", bound=Strict)
+
+SALT_HEADER = "x-cache-salt"
+_SALT_LENGTH = 256
+_BODY_BYTES, _BODY_DEPTH = 10_000, 8
+_STATUS: dict[Problem, int] = {
+    "unknown": 404, "exists": 409, "no_disk": 409, "lost": 409, "quota": 429,
+    "full": 503, "timeout": 503, "failed": 500,
+}  # fmt: skip
+_CODES: dict[Problem, str] = {
+    "unknown": "session_not_found", "exists": "session_exists", "no_disk": "no_state_dir",
+    "lost": "session_state_lost", "quota": "session_quota_exceeded",
+}  # fmt: skip
+
+
+class SessionEndpoints:
+    """Every failure leaves as an ApiError."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def list(self, request: Request) -> Response:
+        views = (await self._ask(request, "list")).views or []
+        newest = sorted(views, key=lambda view: view.used, reverse=True)
+        return _json({"object": "list", "data": [_card(view) for view in newest]})
+
+    async def show(self, request: Request, session_id: str) -> Response:
+        view = (await self._ask(request, "show", session_id)).view
+        assert view is not None
+        return _json(_card(view) | {"resident": view.resident, "missing": view.missing})
+
+    async def suspend(self, request: Request, session_id: str) -> Response:
+        await _parse(Nothing, request)
+        report = (await self._ask(request, "suspend", session_id)).suspended
+        assert report is not None
+        return _json(
+            {
+                "id": session_id,
+                "object": "session.suspended",
+                "tokens": report.tokens,
+                "pages": report.pages,
+                "bytes": report.bytes,
+                "seconds": report.seconds,
+            }
+        )
+
+    async def resume(self, request: Request, session_id: str) -> Response:
+        await _parse(Nothing, request)
+        report = (await self._ask(request, "resume", session_id)).resumed
+        assert report is not None
+        return _json(
+            {
+                "id": session_id,
+                "object": "session.resumed",
+                "restored_tokens": report.restored_tokens,
+                "recomputed_tokens": report.recomputed_tokens,
+                "tier": report.tier,
+                "bytes": report.bytes,
+                "load_ms": report.load_ms,
+                "verify_ms": report.verify_ms,
+                "reason": report.reason,
+            }
+        )
+
+    async def fork(self, request: Request, session_id: str) -> Response:
+        wish = await _parse(ForkRequest, request)
+        view = (await self._ask(request, "fork", session_id, wish.session_id)).view
+        assert view is not None
+        return _json(_card(view))
+
+    async def delete(self, request: Request, session_id: str) -> Response:
+        await self._ask(request, "delete", session_id)
+        return _json({"id": session_id, "object": "session.deleted", "deleted": True})
+
+    async def _ask(
+        self, request: Request, verb: Verb, session: str = "", target: str = ""
+    ) -> SessionAnswer:
+        if session and not SESSION_ID.fullmatch(session):
+            raise _unknown(session)
+        call = SessionCall(verb=verb, tenant=_tenant(request), session=session, target=target)
+        try:
+            answer = await self._front.client.session(call)
+        except Exception as error:
+            known = api_error(error)
+            if known is None:
+                raise
+            raise known from error
+        if answer.problem is not None:
+            raise _refusal(answer, session)
+        return answer
+
+
+def _tenant(request: Request) -> str:
+    salt = request.headers.get(SALT_HEADER)
+    if salt is not None and not 1 <= len(salt) <= _SALT_LENGTH:
+        raise bad(f"{SALT_HEADER} must have 1 to {_SALT_LENGTH} characters", SALT_HEADER)
+    return tenant_of(request.scope.get("api_key"), salt)
+
+
+def _refusal(answer: SessionAnswer, session: str) -> ApiError:
+    problem = answer.problem
+    assert problem is not None
+    if problem == "unknown":
+        return _unknown(session)
+    status = _STATUS[problem]
+    param = "session_id" if problem in ("exists", "quota") else None
+    retry = 1 if status in (429, 503) else None
+    return ApiError(status, answer.message, param, _CODES.get(problem), retry)
+
+
+def _unknown(session: str) -> ApiError:
+    """The same words whether it is somebody else's, has expired, or never was."""
+    return ApiError(404, f"there is no session '{session[:128]}'", None, "session_not_found")
+
+
+def _card(view: SessionView) -> dict[str, Any]:
+    return {
+        "id": view.session_id,
+        "object": "session",
+        "status": view.status,
+        "tokens": view.tokens,
+        "saved_tokens": view.position,
+        "pages": view.pages,
+        "kv_mode": view.kv_mode,
+        "seed": view.seed,
+        "created": int(view.created),
+        "used": int(view.used),
+        "expires": int(view.expires),
+    }
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+async def _parse(model: type[Body], request: Request) -> Body:
+    body, _ = await read_json(request, _BODY_BYTES, _BODY_DEPTH, empty_ok=True)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise from_validation(error) from None

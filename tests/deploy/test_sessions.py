@@ -1,0 +1,286 @@
+"""/v1/sessions and `expertmesh sessions`, over a client that answers as a replica would."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from expertmesh.actors.state.session_messages import (
+    Problem,
+    ResumeReport,
+    SessionAnswer,
+    SessionCall,
+    SessionView,
+    SuspendReport,
+)
+from expertmesh.deploy.auth.keys import hash_key
+from expertmesh.deploy.cli import app as cli
+from expertmesh.deploy.edge_settings import EdgeSettings
+from expertmesh.deploy.engine_client import EngineUnavailable
+from expertmesh.deploy.front import Front
+from expertmesh.deploy.openai import session_answers
+from expertmesh.deploy.openai.app import build_app
+from expertmesh.deploy.openai.served import ServedModel
+from expertmesh.deploy.replica_sessions import ask_replicas
+from tests.support.door import Door, envelope
+from tests.support.fake_client import FakeEngineClient
+from tests.support.http_server import http_server
+
+
+def view(session: str = "s", version: int = 1, **fields: Any) -> SessionView:
+    return SessionView(
+        session_id=session, status="active", tokens=150, position=149, pages=3, kv_mode="exact",
+        seed=7, created=1000.5, used=2000.5, expires=3000.5, version=version, **fields,
+    )  # fmt: skip
+
+
+def answering(call: SessionCall) -> SessionAnswer:
+    if call.verb == "list":
+        older = msgspec.structs.replace(view("old"), used=1500.0)
+        return SessionAnswer(views=[older, view("s")])
+    if call.verb == "show":
+        return SessionAnswer(view=view(call.session, resident={"hot": 10, "disk": 20}, missing=1))
+    if call.verb == "suspend":
+        report = SuspendReport(
+            session_id=call.session, tokens=150, pages=3, bytes=12_000_000, seconds=0.5
+        )
+        return SessionAnswer(suspended=report)
+    if call.verb == "resume":
+        lost = call.session == "lost"
+        return SessionAnswer(
+            resumed=ResumeReport(
+                session_id=call.session,
+                restored_tokens=0 if lost else 149,
+                recomputed_tokens=149 if lost else 0,
+                tier="" if lost else "disk",
+                bytes=0 if lost else 12_000_000,
+                load_ms=3.25,
+                verify_ms=0.5,
+                reason="its state could not be read" if lost else "",
+            )
+        )
+    if call.verb == "fork":
+        return SessionAnswer(view=view(call.target))
+    return SessionAnswer(deleted=call.session)
+
+
+@pytest.fixture
+def sessions(fake: FakeEngineClient, door: Door) -> Door:
+    fake.answer = answering
+    return door
+
+
+ROUTES: list[tuple[str, str, Any, type[BaseModel]]] = [
+    ("GET", "", None, session_answers.SessionList),
+    ("GET", "/s", None, session_answers.SessionDetails),
+    ("POST", "/s/suspend", None, session_answers.SessionSuspended),
+    ("POST", "/s/resume", {}, session_answers.SessionResumed),
+    ("POST", "/s/fork", {"session_id": "t"}, session_answers.SessionCard),
+    ("DELETE", "/s", None, session_answers.SessionDeleted),
+]
+IDS = ["list", "show", "suspend", "resume", "fork", "delete"]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "model"), ROUTES, ids=IDS)
+def test_answers_are_as_described(
+    sessions: Door, fake: FakeEngineClient, method: str, path: str, body: Any,
+    model: type[BaseModel],
+) -> None:  # fmt: skip
+    response = sessions.http.request(method, f"/v1/sessions{path}", json=body)
+    assert response.status_code == 200, response.text
+    model.model_validate(response.json())
+    (call,) = fake.calls
+    verb = path.rpartition("/")[2] if method == "POST" else call.verb
+    assert call.verb == verb and call.session == ("s" if path else "")
+    assert call.target == ("t" if verb == "fork" else "") and call.tenant == "/"
+
+
+def test_what_is_told(sessions: Door) -> None:
+    listed = sessions.http.get("/v1/sessions").json()
+    assert [card["id"] for card in listed["data"]] == ["s", "old"]  # the last used first
+    shown = sessions.http.get("/v1/sessions/s").json()
+    assert shown["resident"] == {"hot": 10, "disk": 20} and shown["missing"] == 1
+    assert (shown["tokens"], shown["saved_tokens"], shown["seed"]) == (150, 149, 7)
+    assert (shown["created"], shown["used"], shown["expires"]) == (1000, 2000, 3000)
+    resumed = sessions.http.post("/v1/sessions/lost/resume").json()
+    assert resumed["restored_tokens"] == 0 and resumed["recomputed_tokens"] == 149
+    assert resumed["reason"] and resumed["tier"] == ""
+
+
+@pytest.mark.parametrize(
+    ("problem", "status", "code"),
+    [
+        ("unknown", 404, "session_not_found"), ("exists", 409, "session_exists"),
+        ("no_disk", 409, "no_state_dir"), ("lost", 409, "session_state_lost"),
+        ("quota", 429, "session_quota_exceeded"), ("full", 503, "service_unavailable"),
+        ("timeout", 503, "service_unavailable"), ("failed", 500, "internal_error"),
+    ],
+)  # fmt: skip
+def test_each_problem_has_its_status(
+    sessions: Door, fake: FakeEngineClient, problem: Problem, status: int, code: str
+) -> None:
+    fake.answer = lambda call: SessionAnswer(problem=problem, message="what is wrong")
+    response = sessions.http.post("/v1/sessions/s/fork", json={"session_id": "t"})
+    error = envelope(response, status)
+    assert error["code"] == code
+    assert error["message"] == ("there is no session 's'" if status == 404 else "what is wrong")
+    assert ("retry-after" in response.headers) is (status in (429, 503))
+
+
+def test_bad_requests_name_what_is_wrong(sessions: Door, fake: FakeEngineClient) -> None:
+    post = sessions.http.post
+    assert envelope(post("/v1/sessions/s/fork", json={}), 400)["param"] == "session_id"
+    for name in ("", "../x", "a b", "x" * 129, ".", 5):
+        error = envelope(post("/v1/sessions/s/fork", json={"session_id": name}), 400)
+        assert error["param"] == "session_id", name
+    error = envelope(post("/v1/sessions/s/resume", json={"tokens": 1}), 400)
+    assert error["param"] == "tokens"
+    for path in ("%20", "-x", "x" * 129, "a%2Fb", "%00"):
+        response = sessions.http.get(f"/v1/sessions/{path}")
+        assert envelope(response, 404)["type"] == "not_found_error", path
+    for salt in ("", "x" * 257):
+        response = sessions.http.get("/v1/sessions", headers={"x-cache-salt": salt})
+        assert envelope(response, 400)["param"] == "x-cache-salt"
+    assert not fake.calls
+    assert sessions.http.put("/v1/sessions/s").status_code == 405
+    fake.down = "the mesh is starting"
+    assert "starting" in envelope(sessions.http.get("/v1/sessions"), 503)["message"]
+
+
+def test_requests_and_routes_of_one_client_are_one_tenant(
+    served: ServedModel, tmp_path: Path, fake: FakeEngineClient, door: Door
+) -> None:
+    door.complete([1, 2], session_id="s", cache_salt="pepper", max_tokens=1)
+    (request,) = fake.requests
+    door.http.get("/v1/sessions/s", headers={"x-cache-salt": "pepper"})
+    assert fake.calls[0].tenant == request.tenant == "/pepper" and request.session == "s"
+    keys = tmp_path / "keys.yaml"
+    names = ("ann", "bob")
+    keys.write_text(yaml.safe_dump({"keys": [{"name": n, "hash": hash_key(n)} for n in names]}))
+    client = FakeEngineClient()
+    edge = EdgeSettings.model_validate({"auth": {"keys_file": str(keys)}})
+    with http_server(build_app(Front(client, served, edge))) as url, Door(url) as closed:
+        assert closed.http.get("/v1/sessions").status_code == 401
+        for name in names:
+            headers = {"authorization": f"Bearer {name}"}
+            closed.http.get("/v1/sessions", headers=headers)
+            body = {"model": "tiny", "prompt": [1], "max_tokens": 1, "session_id": "s"}
+            closed.http.post("/v1/completions", json=body, headers=headers)
+            closed.http.get("/v1/sessions", headers=headers | {"x-cache-salt": "/x"})
+    assert [call.tenant for call in client.calls] == ["ann/", "ann//x", "bob/", "bob//x"]
+    assert [one.tenant for one in client.requests] == ["ann/", "bob/"]
+
+
+class TestCommand:
+    def run(self, door: Door, *arguments: str, code: int = 0, **environment: str) -> str:
+        env = {"EXPERTMESH_URL": door.url, "COLUMNS": "200"} | environment
+        result = CliRunner().invoke(cli, ["sessions", *arguments], env=env)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    def test_each_verb(self, sessions: Door, fake: FakeEngineClient) -> None:
+        listed = self.run(sessions, "list")
+        assert all(word in listed for word in ("old", "active", "150", "149"))
+        shown = self.run(sessions, "show", "s")
+        assert "hot: 0.0 MB" in shown and "1 parts are nowhere" in shown
+        assert "12.0 MB on disk after 0.50 s" in self.run(sessions, "suspend", "s")
+        assert "149 tokens restored, 0 to be" in self.run(sessions, "resume", "s")
+        assert "t" in self.run(sessions, "fork", "s", "t")
+        assert "s is deleted" in self.run(sessions, "delete", "s", "--cache-salt", "pepper")
+        assert [call.verb for call in fake.calls] == IDS
+        assert [call.tenant for call in fake.calls] == ["/"] * 5 + ["/pepper"]
+        assert fake.calls[4].target == "t"
+
+    def test_a_resume_of_nothing_is_no_success(self, sessions: Door) -> None:
+        output = self.run(sessions, "resume", "lost", code=1)
+        assert "nothing was restored: its state could not be read" in output
+
+    def test_the_servers_own_words(self, door: Door) -> None:
+        assert "there is no session 's'" in self.run(door, "suspend", "s", code=8)
+        assert json.loads(self.run(door, "list", "--json")) == {"object": "list", "data": []}
+        assert "there is no" in self.run(door, "show", "a/../b c", code=8)
+
+    def test_it_asks_with_the_key_not_with_the_operators_token(self, door: Door) -> None:
+        from expertmesh.deploy import admin_http
+
+        sent: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(admin_http, "send", lambda *arguments: sent.append(arguments) or b"{}")
+            for verb in ("suspend", "delete"):
+                CliRunner().invoke(
+                    cli, ["sessions", verb, "s"],
+                    env={"EXPERTMESH_API_KEY": "mine", "EXPERTMESH_ADMIN_TOKEN": "not this"},
+                )  # fmt: skip
+        assert [arguments[2]["authorization"] for arguments in sent] == ["Bearer mine"] * 2
+        assert [arguments[5] for arguments in sent] == [None, "DELETE"]
+
+
+class Holder:
+    """A replica that knows some sessions, or does not answer."""
+
+    def __init__(self, load: float = 0.0, silent: bool = False, **versions: int) -> None:
+        self.load, self.silent, self.versions = load, silent, versions
+        self.problem: Problem | None = None
+        self.asked: list[str] = []
+
+    async def session(self, call: SessionCall) -> SessionAnswer:
+        self.asked.append(call.verb)
+        if self.silent:
+            raise EngineUnavailable("r1: it does not answer")
+        if call.verb == "list":
+            return SessionAnswer(views=[view(*one) for one in self.versions.items()])
+        if call.session not in self.versions:
+            return SessionAnswer(problem="unknown", message="unknown here")
+        if self.problem is not None:
+            return SessionAnswer(problem=self.problem, message="trouble")
+        if call.verb == "show":
+            return SessionAnswer(view=view(call.session, self.versions[call.session]))
+        return answering(call)
+
+
+def ask(verb: Any, *holders: Holder, session: str = "s") -> tuple[SessionAnswer, list[Any]]:
+    seated: list[Any] = []
+    call = SessionCall(verb=verb, tenant="/", session=session, target="t")
+    answer = asyncio.run(
+        ask_replicas(call, holders, lambda name, holder: seated.append((name, holder)))
+    )
+    return answer, seated
+
+
+class TestReplicas:
+    def test_whoever_has_the_newest_is_asked(self) -> None:
+        old, new, other = Holder(s=1), Holder(load=9, s=2), Holder(u=5)
+        answer, seated = ask("resume", old, new, other)
+        assert answer.resumed is not None and seated == [("s", new)]
+        assert (old.asked, new.asked, other.asked) == (["show"], ["show", "resume"], ["show"])
+        assert ask("fork", old, new)[1] == [("t", new)]
+        assert ask("suspend", old, new)[1] == []
+
+    def test_of_equals_the_idle_one(self) -> None:
+        busy, idle = Holder(load=3, s=1), Holder(load=1, s=1)
+        assert ask("resume", busy, idle)[1] == [("s", idle)]
+
+    def test_lists_are_one_list(self) -> None:
+        answer, _ = ask("list", Holder(s=1, u=4), Holder(s=3), Holder(silent=True))
+        assert answer.views is not None
+        assert {one.session_id: one.version for one in answer.views} == {"s": 3, "u": 4}
+
+    def test_all_of_them_delete(self) -> None:
+        one, two, three = Holder(s=1), Holder(s=2), Holder()
+        assert ask("delete", three, one, two)[0].deleted == "s"
+        assert one.asked == two.asked == three.asked == ["delete"]
+        assert ask("delete", three)[0].problem == "unknown"
+        two.problem = "timeout"
+        assert ask("delete", one, two, three)[0].problem == "timeout"
+
+    def test_nobody_knows_it_or_nobody_answers(self) -> None:
+        assert ask("suspend", Holder(), Holder(silent=True))[0].problem == "unknown"
+        for holders in ((), (Holder(silent=True),), (Holder(silent=True), Holder(silent=True))):
+            with pytest.raises(EngineUnavailable):
+                ask("suspend", *holders)
