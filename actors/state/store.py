@@ -56,7 +56,13 @@ class Fetch(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why items is None: missing, corrupt, timeout, cancelled, busy."""
+        """Why items is None: missing, corrupt, timeout, cancelled, busy, io,
+        full, error, closed."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Read below the device for it, packed; 0 until done."""
         ...
 
     @property
@@ -70,9 +76,13 @@ class Fetch(Protocol):
 
 
 class Store(Protocol):
-    def where(self, name: Name) -> Tier | None:
+    def where(self, name: Name, exact: bool = True) -> Tier | None:
         """The highest tier that has it, as far as is known without looking; "hot" is never the
-        answer. None also for what failed to load lately."""
+        answer. None also for what failed to load lately. exact: an estimate does not count."""
+        ...
+
+    def touch(self, names: Sequence[Name]) -> None:
+        """Somebody has used the device's copies: what is popular there is worth keeping below."""
         ...
 
     def put(self, item: Item, *, durable: bool = False, pinned: bool = False) -> bool:

@@ -1,0 +1,89 @@
+"""The bytes of one item in host memory: as they came from the device, or packed and hashed."""
+
+import time
+from typing import Protocol
+
+import xxhash
+from torch import Tensor
+
+from expertmesh.actors.state.codec.pack import pack, unpack_layer
+from expertmesh.actors.state.codec.packed import Packed
+from expertmesh.actors.state.item import Item
+from expertmesh.actors.state.settings import Codec
+
+
+class Content(Protocol):
+    """What an entry of the host tier holds. Immutable: readers need no lock."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def raw_bytes(self) -> int: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+    def verified(self, timeout_s: float) -> bool:
+        """Whether the bytes are there, and are those that were put. May wait for the device."""
+        ...
+
+    def layer(self, part: int, index: int, out: Tensor) -> None: ...
+
+
+class Unpacked:
+    """An item that waits for being packed: it can be read already, so that the engine need not wait
+    before it gives the device's copy away."""
+
+    def __init__(self, item: Item) -> None:
+        self.item = item
+        self.nbytes = self.raw_bytes = item.nbytes
+        self.exact = True
+
+    def verified(self, timeout_s: float) -> bool:
+        return arrived(self.item, timeout_s)
+
+    def layer(self, part: int, index: int, out: Tensor) -> None:
+        tensor = self.item.parts[part]
+        out.copy_(tensor[index] if tensor.dim() > 1 else tensor)
+
+
+class Stored:
+    """A packed item with its hash: memory that something else has written into is a miss, too."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+        self.nbytes, self.raw_bytes = packed.nbytes, packed.raw_bytes
+        self.exact = packed.exact
+        self._digest = digest(packed)
+
+    def verified(self, timeout_s: float) -> bool:
+        return digest(self.packed) == self._digest
+
+    def layer(self, part: int, index: int, out: Tensor) -> None:
+        unpack_layer(self.packed, part, index, out)
+
+
+def store_packed(item: Item, codec: Codec) -> tuple[Packed, Stored]:
+    """All of an item as the disk takes it, and what of it stays in host memory: of a lossy codec
+    the base alone, whose refinement is kept one tier below (kv-state 3.4)."""
+    packed = pack(item, codec)
+    return packed, Stored(packed.base())
+
+
+def arrived(item: Item, timeout_s: float) -> bool:
+    """Whether the device has written the item by then."""
+    deadline = time.monotonic() + timeout_s
+    while item.ready is not None and not item.ready.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.0002)
+    return True
+
+
+def digest(packed: Packed) -> bytes:
+    """xxh3-128 of all blobs in order."""
+    state = xxhash.xxh3_128()
+    for blob in packed.buffers():
+        state.update(blob)
+    return state.digest()

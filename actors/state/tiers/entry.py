@@ -1,0 +1,46 @@
+"""One item in host memory, and what is known of its use."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from expertmesh.actors.state.item import Header, Kind, Name
+from expertmesh.actors.state.tiers.content import Content
+
+
+class State(Enum):
+    """absent -> WRITING -> COMMITTED -> EVICTING -> absent (kv-state 3.6); absent is no entry, and
+    pinned a mark on a committed one."""
+
+    WRITING = auto()  # taken over, not packed yet; readable
+    COMMITTED = auto()
+    EVICTING = auto()  # leaves as soon as the disk has it; readable until then
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """nbytes: what the tier counts for it. holders: reads and disk writes under way, which need the
+    bytes to stay. durable: owed to the disk. below: position of the
+    nearest snapshot before this one on the chain, from where it would be computed again."""
+
+    header: Header
+    content: Content
+    nbytes: int
+    state: State = State.WRITING
+    holders: int = 0
+    pinned: bool = False
+    durable: bool = False
+    below: int = 0
+    priority: float = 0.0
+
+    @property
+    def name(self) -> Name:
+        return self.header.name
+
+    @property
+    def parent(self) -> Name | None:
+        """The page without which this item is of no use."""
+        if self.header.kind is Kind.PAGE:
+            return Name(self.header.parent, Kind.PAGE)
+        if self.header.kind is Kind.SNAPSHOT:
+            return Name(self.header.key, Kind.PAGE)
+        return None

@@ -1,0 +1,142 @@
+"""The warm tier: packed items in host memory under a byte budget."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from expertmesh.actors.state.item import Header, Kind, Name
+from expertmesh.actors.state.stats import TierStats
+from expertmesh.actors.state.tiers.content import Content
+from expertmesh.actors.state.tiers.entry import Entry, State
+from expertmesh.actors.state.tiers.eviction import EvictionOrder
+from expertmesh.actors.state.tiers.frequency import FrequencySketch
+
+HIGH, LOW = 0.85, 0.70  # of the capacity: where eviction starts, and where it ends
+
+
+class Demotion(NamedTuple):
+    """What a reclaim wants copied to the disk before it leaves, and what it has dropped."""
+
+    copy: list[Name]
+    dropped: int
+
+
+class HostTier:
+    """Entries by name. Only bookkeeping: threads, packing and disk belong to the store.
+
+    Not synchronised: the store's lock is held around every call.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.entries: dict[Name, Entry] = {}
+        self.stats = TierStats(capacity_bytes=capacity)
+        self.seen = FrequencySketch()
+        self.order = EvictionOrder()
+        self.writing_bytes = 0  # taken over and not packed yet
+        self._leaving_bytes = 0
+        self._raw_bytes = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes of what is committed."""
+        return self.order.bytes.total() - self.writing_bytes
+
+    def add(self, header: Header, content: Content) -> Entry:
+        """A new entry, being written. Its name must not be here."""
+        if header.name in self.entries:
+            raise ValueError(f"{header.name} is in the host tier already")
+        entry = Entry(header, content, content.nbytes)
+        self.entries[header.name] = entry
+        self.writing_bytes += entry.nbytes
+        self._raw_bytes += content.raw_bytes
+        self.order.add(entry, self.seen.count(header.name))
+        return entry
+
+    def commit(self, entry: Entry, content: Content) -> None:
+        """Its bytes are final: packed, or as a lower tier has given them."""
+        self.writing_bytes -= entry.nbytes
+        self.order.resize(entry, content.nbytes)
+        entry.content = content
+        entry.state = State.COMMITTED
+        self.stats.writes += 1
+        self.stats.write_bytes += content.nbytes
+        self.order.offer(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """It is no longer found; who holds it may read on."""
+        if self.entries.get(entry.name) is not entry:
+            return
+        del self.entries[entry.name]
+        if entry.state is State.WRITING:
+            self.writing_bytes -= entry.nbytes
+        elif entry.state is State.EVICTING:
+            self._leaving_bytes -= entry.nbytes
+        self._raw_bytes -= entry.content.raw_bytes
+        self.order.remove(entry)
+
+    def touch(self, entry: Entry) -> int:
+        """Somebody has used it; returns how often it was seen lately."""
+        seen = self.seen.add(entry.name)
+        self.order.rate(entry, seen)
+        return seen
+
+    def hold(self, entry: Entry) -> None:
+        """Until released it is not evicted. What was about to leave stays."""
+        if entry.state is State.EVICTING:
+            self._leaving_bytes -= entry.nbytes
+            self.order.stay(entry)
+        entry.holders += 1
+
+    def release(self, entry: Entry) -> None:
+        if entry.holders < 1:
+            raise ValueError(f"{entry.name} is released more often than held")
+        entry.holders -= 1
+        if self.entries.get(entry.name) is entry:
+            self.order.offer(entry)
+
+    def reclaim(self, copies: int) -> Demotion:
+        """From the high watermark down to the low one: the least valuable are dropped, those worth
+        a copy below (at most `copies`) are marked as leaving. Above the capacity nothing waits for
+        a copy (a disk that is slow must not stop the host tier)."""
+        copy: list[Name] = []
+        dropped = 0
+        if self.used <= HIGH * self.capacity:
+            return Demotion(copy, dropped)
+        while self.used - self._leaving_bytes > LOW * self.capacity:
+            entry = self.order.pop()
+            if entry is None:
+                break
+            if len(copy) < copies and self.used <= self.capacity and self._worth_copying(entry):
+                self.order.start_leaving(entry)
+                self._leaving_bytes += entry.nbytes
+                copy.append(entry.name)
+            else:
+                self.evict(entry)
+                dropped += 1
+        for entry in self._leaving():
+            if self.used <= self.capacity:
+                break
+            self.evict(entry)
+            dropped += 1
+        return Demotion([name for name in copy if name in self.entries], dropped)
+
+    def evict(self, entry: Entry) -> None:
+        self.stats.evictions += 1
+        self.remove(entry)
+
+    def snapshot(self) -> TierStats:
+        """Counters and sizes of now."""
+        stats, sizes = self.stats, self.order.bytes
+        stats.page_bytes, stats.snapshot_bytes = sizes[Kind.PAGE], sizes[Kind.SNAPSHOT]
+        stats.other_bytes = sizes[Kind.SESSION]
+        stats.raw_bytes, stats.items = self._raw_bytes, len(self.entries)
+        stats.pinned = sum(1 for entry in self.entries.values() if entry.pinned or entry.holders)
+        return stats
+
+    def _worth_copying(self, entry: Entry) -> bool:
+        """TinyLFU: what was seen once is not worth a write (kv-state 3.6)."""
+        return self.seen.count(entry.name) > 1
+
+    def _leaving(self) -> Iterator[Entry]:
+        if self._leaving_bytes:
+            yield from [e for e in self.entries.values() if e.state is State.EVICTING]

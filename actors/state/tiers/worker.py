@@ -1,0 +1,45 @@
+"""A background thread that cannot die unnoticed."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Calls `step` until it returns False. An exception of one step is logged and the next is made
+    (kv-state section 4, row 21: a worker that caught one kind of error died of another, and nobody
+    noticed); only what is no Exception, or a hundred failed steps in a row, ends the thread."""
+
+    PATIENCE = 100
+
+    def __init__(self, name: str, step: Callable[[], bool]) -> None:
+        self.name = name
+        self._step = step
+        self._ended = False  # as it should
+        self._thread = threading.Thread(target=self._run, name=f"state-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def dead(self) -> bool:
+        """Whether it has ended without being told to."""
+        return not self._thread.is_alive() and not self._ended
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether it has ended by then."""
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failures = 0
+        while failures < self.PATIENCE:
+            try:
+                if not self._step():
+                    self._ended = True
+                    return
+                failures = 0
+            except Exception:
+                failures += 1
+                log.exception("state: the %s thread failed", self.name)
+        log.error("state: the %s thread gives up", self.name)
