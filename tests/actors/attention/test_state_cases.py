@@ -1,0 +1,380 @@
+"""Known failures of schedulers over cached hybrid state, one test each.
+
+Equality is of bits: whatever was cached, evicted, moved, preempted or aborted around a request, the
+logits behind each of its tokens are those of the model alone.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from expertmesh.actors.attention.engine import Engine
+from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.state.pages import pages_for
+from tests.support.engines import Answer, check_books, check_idle, collect, finish, request
+from tests.support.state_model import VOCAB, cached, cacheless, small_model
+from tests.support.state_oracle import Oracle, Piece, Tap, tap
+from tests.support.state_store import Faults, MemoryStore
+
+ORACLE = Oracle(small_model())
+
+
+def ids(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def check(seen: Tap, each: GenerateRequest, answer: Answer) -> None:
+    """The answer is the model's own, logits included."""
+    assert answer.finish_reason == "length", answer
+    expected = ORACLE.expect((Piece("prompt", tuple(each.prompt_ids)),), answer.token_ids)
+    rows = seen.seen[each.request_id]
+    known = len(each.prompt_ids)
+    for at, row in enumerate(expected):
+        assert rows[known + at] == row, f"{each.request_id}: token {at} of {known} prompt tokens"
+        assert answer.token_ids[at] == row.best
+
+
+class Session:
+    """An engine, its tap, what it was asked and how many prompt tokens it did not compute."""
+
+    def __init__(self, engine: Engine, store: MemoryStore | None = None) -> None:
+        self.engine, self.store, self.tap = engine, store, tap(engine)
+        self.requests: dict[str, GenerateRequest] = {}
+        self.answers: dict[str, Answer] = {}
+        self.cached: dict[str, int] = {}
+
+    def submit(self, name: str, prompt: list[int], new: int = 4, **params: Any) -> None:
+        self.requests[name] = request(name, prompt, new, **params)
+        self.engine.submit(self.requests[name])
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            outputs = self.engine.step()
+            for output in outputs:
+                known = self.cached.get(output.request_id, 0)
+                self.cached[output.request_id] = max(known, output.cached_tokens)
+            collect(outputs, self.answers)
+            check_books(self.engine)
+            assert self.engine.failed is None
+            if self.store is not None:
+                self.store.tick()
+
+    @property
+    def open(self) -> list[str]:
+        ended = {name for name, each in self.answers.items() if each.finish_reason}
+        return [name for name in self.requests if name not in ended]
+
+    def finish(self, most: int = 3000) -> None:
+        for _ in range(most):
+            if not self.open:
+                check_idle(self.engine)
+                return
+            self.step()
+        raise AssertionError(f"not idle after {most} steps: {self.engine.stats()}")
+
+    def ask(self, name: str, prompt: list[int], new: int = 4, **params: Any) -> int:
+        """One request to its end, checked; how much of its prompt was cached."""
+        self.submit(name, prompt, new, **params)
+        self.finish()
+        check(self.tap, self.requests[name], self.answers[name])
+        return self.cached[name]
+
+    def check_all(self, names: Sequence[str] = ()) -> None:
+        for name in names or self.requests:
+            check(self.tap, self.requests[name], self.answers[name])
+
+
+def session(store: MemoryStore | None = None, **sizes: Any) -> Session:
+    return Session(cached(small_model(), store=store, **sizes), store)
+
+
+# --- a slot's last owner must not show (D1) -------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_tokens", [64, 128])
+@pytest.mark.parametrize("length", [1, 65, 129])
+def test_a_first_or_last_chunk_of_one_token(length: int, step_tokens: int) -> None:
+    one = session(slots=2, step_tokens=step_tokens)
+    one.submit("long", ids(1, 150), 9)
+    one.finish()
+    one.submit("beside", ids(2, 3), 12)
+    one.step(2)
+    one.submit("short", ids(3, length), 5)
+    one.finish()
+    one.check_all()
+
+
+def test_one_token_left_after_a_resume() -> None:
+    prompt = ids(4, 100)
+    answer = ORACLE.greedy(prompt, 6)
+    one = session(slots=2)
+    one.submit("long", ids(1, 150), 3)
+    one.finish()
+    each = GenerateRequest("r", prompt, request("r", prompt, 6).params, resume_ids=answer[:5])
+    one.requests["r"] = each
+    one.engine.submit(each)
+    one.finish()
+    assert one.answers["r"].token_ids == answer[5:]
+
+
+# --- chunks (D2) ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warm", [0, 192])
+@pytest.mark.parametrize("step_tokens", [8, 63, 64, 65, 128, 4096])
+def test_no_budget_changes_a_bit(step_tokens: int, warm: int) -> None:
+    one = session(step_tokens=step_tokens)
+    prompt = ids(5, 4 * PAGE_TOKENS + 1)
+    if warm:
+        one.submit("first", prompt[: warm + 1], 1)
+        one.finish()
+    for i in range(2):
+        one.submit(f"beside{i}", ids(6 + i, 3), 6)
+    one.step()
+    one.submit("r", prompt, 4)
+    one.finish()
+    assert one.cached["r"] == warm
+    assert one.answers["r"].token_ids == ORACLE.greedy(prompt, 4)
+    if step_tokens >= PAGE_TOKENS:
+        one.check_all()
+        return
+    # Chunks off the grid: other bits than without, the same as without a cache.
+    alone = Session(cacheless(small_model(), step_tokens=step_tokens))
+    alone.submit("r", prompt, 4)
+    alone.finish()
+    assert one.tap.seen["r"] == alone.tap.seen["r"]
+
+
+@pytest.mark.parametrize("step_tokens", [8, 63])
+def test_a_budget_below_a_page_keeps_its_state_to_itself(step_tokens: int) -> None:
+    """Its chunks end off the grid, so its bits are not those of other replicas."""
+    store = MemoryStore()
+    small = session(store, step_tokens=step_tokens)
+    small.submit("r", ids(7, 200), 3)
+    small.finish()
+    other = session(store=store)
+    other.ask("r", ids(7, 200), 3)
+
+
+# --- warm, second turn, tool turn, after eviction, off (D3) ---------------------------------------
+
+
+@pytest.mark.parametrize("family", ["device", "store", "off"])
+def test_warm_equals_cold(family: str) -> None:
+    store = MemoryStore() if family == "store" else None
+    one = session(store=store, state={"prefix_cache": family != "off"})
+    prompt, tail = ids(8, 300), ids(9, 40)
+    hits = [one.ask("cold", prompt)]
+
+    def ask(name: str, prompt: list[int]) -> None:
+        if family == "store":  # everything comes back from below
+            one.engine.cache.evict(pages=64, snapshots=16)
+        hits.append(one.ask(name, prompt))
+
+    ask("again", prompt)
+    ask("tail", prompt + tail)
+    turn = prompt + one.answers["cold"].token_ids + tail
+    ask("second turn", turn)
+    ask("tool turn", turn + one.answers["second turn"].token_ids + ids(10, 130))
+    one.engine.cache.evict(pages=2, snapshots=2)
+    ask("evicted", prompt)
+    if family == "off":
+        assert hits == [0] * 6
+        return
+    assert hits[:4] == [0, 256, 256, 256]
+    assert hits[4] == (len(turn) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    if family == "device":
+        assert 0 <= hits[5] <= 256
+        assert one.engine.stats().cache.hits == sum(hits)
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 192])
+def test_lengths_around_a_page(length: int) -> None:
+    one = session()
+    assert one.ask("cold", ids(11, length)) == 0
+    most = (length - 1) // PAGE_TOKENS * PAGE_TOKENS
+    assert one.ask("again", ids(11, length)) == most
+    longer = one.ask("longer", [*ids(11, length), 1])
+    assert longer in (most, length // PAGE_TOKENS * PAGE_TOKENS)
+
+
+# --- slots and pages keep their owners (D5) -------------------------------------------------------
+
+
+def test_slots_are_never_mixed_up() -> None:
+    rng = random.Random(12)
+    one = session(slots=3, pages=14, state={"snapshots": 4})
+    shared = [ids(20 + i, 140) for i in range(3)]
+    for number in range(60):
+        if rng.random() < 0.6:
+            prompt = rng.choice(shared)[: rng.choice((30, 64, 65, 100, 129, 140))]
+        else:
+            prompt = ids(40 + number % 7, rng.choice((1, 10, 65)))
+        one.submit(f"r{number}", prompt, rng.randint(1, 4))
+        one.step(rng.randint(0, 1))
+        if rng.random() < 0.2:
+            one.engine.abort(f"r{rng.randrange(number + 1)}")
+    one.finish()
+    done = [name for name, each in one.answers.items() if each.finish_reason == "length"]
+    assert len(done) > 30 and len(one.answers) == 60
+    one.check_all(done)
+
+
+# --- progress with loads under way (D8) -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("fail", [0.0, 0.5, 1.0])
+def test_slow_or_failing_loads_never_stall_a_small_pool(fail: float) -> None:
+    store = MemoryStore(random.Random(1), Faults(delay=12, fail=fail))
+    one = session(store=store, pages=12, slots=4, state={"snapshots": 4})
+    prompts = [ids(60 + i, 64 * (2 + i % 4) + 5) for i in range(6)]
+    for i, prompt in enumerate(prompts):
+        one.ask(f"first{i}", prompt, 2)
+    one.engine.cache.evict(pages=12, snapshots=4)
+    for i in range(30):
+        one.submit(f"r{i}", prompts[i % 6] + ids(90 + i % 4, i % 3), 3)
+    one.finish()
+    one.check_all()
+    assert store.loads and (fail < 1 or not sum(one.cached[f"r{i}"] for i in range(1)))
+
+
+# --- what fits an empty pool always fits (D9) -----------------------------------------------------
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_prompts_near_the_capacity(warm: bool) -> None:
+    pages = 6
+    capacity = pages * PAGE_TOKENS
+    one = session(pages=pages, slots=2, state={"snapshots": 8})
+    for length in [*range(capacity - 2 * PAGE_TOKENS, capacity + 1, 32), capacity + 1]:
+        prompt = ids(70 if warm else length, length)
+        if pages_for(length) > pages:
+            with pytest.raises(RequestRefused, match="pages"):
+                one.submit("big", prompt, 1)
+            continue
+        one.submit(f"r{length}", prompt, 1)
+        one.step()
+        one.submit(f"short{length}", [3], 2)
+        one.finish()
+        one.check_all([f"r{length}", f"short{length}"])
+
+
+def test_an_aborted_giant_leaves_nothing_behind() -> None:
+    one = session(pages=6, slots=2)
+    one.submit("running", ids(71, 200), 60)
+    one.step(2)
+    one.submit("giant", ids(72, 6 * PAGE_TOKENS), 1)
+    one.step(3)
+    one.engine.abort("giant")
+    one.submit("short", [5], 2)
+    one.step(4)
+    assert one.answers["short"].finish_reason == "length"
+    one.engine.abort("running")
+    one.finish()
+    one.check_all(["short"])
+
+
+# --- one heavy request among light ones (D10) -----------------------------------------------------
+
+
+def test_light_ones_pass_a_heavy_one_and_it_still_runs() -> None:
+    one = session(pages=20, slots=8, max_bypass=6)
+    one.ask("warm", ids(73, 250), 1)  # the heavy one's prefix lies idle in the pool
+    one.submit("holder", ids(74, 13 * PAGE_TOKENS), 50)
+    one.step(8)
+    one.submit("heavy", ids(73, 10 * PAGE_TOKENS), 2)
+    for i in range(10):
+        one.submit(f"light{i}", ids(80 + i, 20), 2)
+    one.step(8)
+    done = [i for i in range(10) if f"light{i}" in one.answers]
+    assert len(done) >= 6 and "heavy" not in one.answers
+    one.finish()
+    one.check_all()
+
+
+# --- priorities (D11) -----------------------------------------------------------------------------
+
+
+def test_urgent_ones_pass_and_patient_ones_are_served() -> None:
+    one = session(slots=2, pages=40, ageing_steps=16)
+    for i in range(2):
+        one.submit(f"low{i}", ids(100 + i, 70), 60, priority=1)
+    one.step(3)
+    one.submit("high", ids(102, 70), 2, priority=-1)
+    one.step(4)
+    assert one.answers["high"].finish_reason == "length"
+    one.submit("patient", ids(103, 5), 2, priority=1)
+    for i in range(60):
+        one.submit(f"stream{i}", ids(104 + i % 3, 65), 2, priority=0)
+        one.step(2)
+        if "patient" in one.answers:
+            break
+    assert "patient" in one.answers
+    one.finish()
+    one.check_all()
+
+
+def test_equals_under_pressure_do_not_take_turns_at_evicting() -> None:
+    one = session(pages=5, slots=2)
+    for i in range(2):
+        one.submit(f"r{i}", ids(110 + i, 100), 90)
+    one.finish()
+    one.check_all()
+    assert one.engine.stats().preemptions <= 2
+
+
+# --- generated tokens stay generated (D13) --------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["device", "store"])
+@pytest.mark.parametrize("at", [2, 9])
+def test_penalties_after_a_recompute(at: int, tier: str) -> None:
+    params: dict[str, Any] = {
+        "frequency_penalty": 1.5, "presence_penalty": 1.0, "repetition_penalty": 1.3,
+        "min_tokens": 20, "stop_token_ids": [7], "logprobs": 2,
+    }  # fmt: skip
+    each = request("r", ids(120, 130), 50, **params)
+    alone = cacheless(small_model())
+    alone.submit(each)
+    expected = finish(alone)["r"]
+    one = session(store=MemoryStore() if tier == "store" else None, pages=12, slots=2)
+    one.submit("r", each.prompt_ids, 50, **params)
+    one.submit("other", ids(121, 100), 30)
+    for more in (at, 5, 3):
+        one.step(more)
+        for seq in one.engine.scheduler.running[:1]:
+            one.engine.scheduler.preempt(seq)
+        if tier == "store":
+            one.engine.cache.evict(pages=12, snapshots=16)
+    one.finish()
+    assert one.answers["r"] == expected
+
+
+# --- aborts at any moment (D16) -------------------------------------------------------------------
+
+
+def test_aborts_at_any_moment_leave_nothing() -> None:
+    rng = random.Random(13)
+    store = MemoryStore(random.Random(2), Faults(delay=4, fail=0.1))
+    one = session(store=store, pages=16, slots=8, state={"snapshots": 5})
+    before = one.engine.stats()
+    prompts = [ids(130 + i, rng.choice((65, 130, 200))) for i in range(5)]
+    for number in range(80):
+        one.submit(f"r{number}", rng.choice(prompts)[: rng.choice((64, 65, 130, 200))], 2)
+        if rng.random() < 0.5:
+            one.engine.abort(f"r{rng.randrange(max(0, number - 10), number + 1)}")
+        if rng.random() < 0.1:
+            one.engine.cache.evict(pages=16, snapshots=5)
+        one.step(rng.randint(0, 2))
+    one.finish()
+    stats = one.engine.stats()
+    ends = stats.finished_abort + stats.finished_length + stats.finished_stop
+    assert ends == len(one.answers) == 80 and stats.finished_error == 0
+    assert all(each.finishes == 1 for each in one.answers.values())
+    assert (stats.pages_free, stats.slots_free) == (before.pages_free, before.slots_free)
+    assert stats.cache.loading == 0 and all(load.done for load in store.loading)
+    one.check_all([n for n, each in one.answers.items() if each.finish_reason == "length"])

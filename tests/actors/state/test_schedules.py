@@ -1,0 +1,34 @@
+"""Random schedules over cached state: no answer shows a bit of what happened around it."""
+
+import pytest
+
+from tests.support.state_model import cached_for, small_model
+from tests.support.state_oracle import Oracle
+from tests.support.state_schedules import World
+
+# A bench runs a hundred thousand: python -m tests.bench state_schedules.
+SCHEDULES = 20
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(small_model())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_schedule_changes_a_bit(seed: int, oracle: Oracle) -> None:
+    world = World(seed, small_model(), oracle, cached_for)
+    for number in range(SCHEDULES):
+        world.schedule(number)
+    counts = world.counts
+    assert counts.mismatches == 0 and counts.rows > SCHEDULES
+    assert counts.cached_tokens > counts.prompt_tokens // 10, "nothing was found again"
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_nor_with_routed_experts(seed: int) -> None:
+    runner = small_model(experts=True)
+    world = World(100 + seed, runner, Oracle(runner), cached_for)
+    for number in range(10):
+        world.schedule(number)
+    assert world.counts.cached_tokens

@@ -1,0 +1,112 @@
+"""What logits must be, to the last bit: one sequence alone, its state written once and in order.
+
+No engine, no cache, no scheduler: the model itself, driven token by token over state of its own.
+Results are remembered, since schedules ask for the same texts again and again.
+"""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from expertmesh.actors.attention.masks import Masks
+from expertmesh.actors.attention.sampler import Sampled, Sampler
+from expertmesh.actors.attention.sequence import Sequence
+from expertmesh.actors.model.batch import Batch, Span
+from expertmesh.actors.state.pages import pages_for
+from tests.support.runner import Runner
+
+Path = Literal["prompt", "answer"]
+
+
+class Piece(NamedTuple):
+    """Tokens that took one path: a prompt's chunks, or an answer's single rows."""
+
+    path: Path
+    tokens: tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """Logits behind a token: a digest of their bits, and the likeliest id (lowest of equals)."""
+
+    digest: int
+    best: int
+
+
+def row_of(logits_V: Tensor) -> Row:
+    values = np.ascontiguousarray(logits_V.numpy())
+    return Row(xxh3_64_intdigest(values), int(values.argmax()))
+
+
+@dataclass
+class Oracle:
+    """rows: after each answer token of a text that begins with some pieces, row 0 after those."""
+
+    runner: Runner
+    rows: dict[tuple[Piece, ...], list[Row]] = field(default_factory=dict)
+    computed: int = 0  # texts that were not remembered
+
+    def expect(self, before: tuple[Piece, ...], answer: Tokens[int]) -> list[Row]:
+        """Rows after `before` and after each token of `answer` but the last: what an engine sees
+        when it draws each of them."""
+        if len(before) > 1 and before[0].path == before[1].path:
+            raise ValueError("pieces of one path must be joined")
+        key = (*before, Piece("answer", tuple(answer[:-1])))
+        known = self.rows.get(key)
+        if known is None:
+            known = self._run(before, answer[:-1])
+            for length in range(len(answer)):
+                self.rows[(*before, Piece("answer", tuple(answer[:length])))] = known[: length + 1]
+            self.computed += 1
+        return known[: len(answer)]
+
+    def greedy(self, prompt: Tokens[int], count: int) -> list[int]:
+        """The answer of `count` likeliest tokens."""
+        before, answer = (Piece("prompt", tuple(prompt)),), [-1]
+        while len(answer) <= count:
+            answer[-1] = self.expect(before, answer)[-1].best
+            answer.append(-1)
+        return answer[:count]
+
+    def _run(self, before: tuple[Piece, ...], answer: Tokens[int]) -> list[Row]:
+        model = self.runner.model
+        total = sum(len(piece.tokens) for piece in before) + len(answer)
+        state = model.new_state(pages_for(total), 1)
+        pages, at, rows = list(range(state.pages)), 0, list[Row]()
+        for number, piece in enumerate((*before, Piece("answer", tuple(answer)))):
+            whole = piece.path == "prompt"
+            groups = [piece.tokens] if whole else [(token,) for token in piece.tokens]
+            for tokens in groups:
+                span = Span(0, 0, len(tokens), at, pages, not whole)
+                batch = Batch(torch.tensor(tokens), [span], torch.tensor([len(tokens) - 1]))
+                logits_RV = model.forward(batch, state, self.runner.exchange)
+                at += len(tokens)
+                if number == len(before) or (number == len(before) - 1 and tokens is groups[-1]):
+                    rows.append(row_of(logits_RV[0]))
+        return rows
+
+
+class Tap(Sampler):
+    """A sampler that keeps what it was given: per request, rows by the number of tokens before."""
+
+    def __init__(self, of: Sampler) -> None:
+        self.__dict__.update(of.__dict__)
+        self._pick = self._pick_here
+        self.seen: dict[str, dict[int, Row]] = {}
+
+    def sample(
+        self, logits_BV: Tensor, sequences: list[Sequence], masks: Masks | None = None
+    ) -> Sampled:
+        for logits_V, seq in zip(logits_BV, sequences, strict=True):
+            self.seen.setdefault(seq.id, {})[len(seq.tokens)] = row_of(logits_V)
+        return super().sample(logits_BV, sequences, masks)
+
+
+def tap(engine: Any) -> Tap:
+    """Puts one into an engine."""
+    engine.sampler = Tap(engine.sampler)
+    return engine.sampler

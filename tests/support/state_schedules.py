@@ -1,0 +1,326 @@
+"""Random schedules over engines that share cached state, each answer held against the oracle.
+
+A world is a pair of engines (replicas) over one store, with pools too small for what is asked. It
+lives for many schedules, so that what one leaves behind is what the next one finds. A schedule is a
+few requests (prompts that begin alike, edits, forks, second turns, other tenants) with steps,
+aborts, preemption, eviction, losses and failovers in between, and then everything is finished.
+
+All is drawn from one seed: (seed, number) names a schedule, and replays it.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from expertmesh.actors.attention.engine import Engine
+from expertmesh.actors.attention.messages import GenerateRequest
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from tests.support.engines import Answer, check_books, check_idle, collect, request
+from tests.support.runner import Runner
+from tests.support.state_model import VOCAB
+from tests.support.state_oracle import Oracle, Piece, Tap, tap
+from tests.support.state_store import MemoryStore
+
+LENGTHS = (1, 2, 17, 63, 64, 65, 66, 100, 127, 128, 129, 150, 191, 192, 193, 256, 257, 300)
+EDITS = (1, 10, 64, 100, 128, 150)
+TAILS = (1, 30, 63, 64, 65)
+TENANTS = ("", "b")
+MOST_STEPS = 4000  # far beyond what any schedule needs: a stall, not a slow run
+
+
+class Mismatch(AssertionError):
+    """An answer that is not what the model alone gives."""
+
+
+class Text(NamedTuple):
+    """A document up to `length`, in which another begins at `edit`; 0: unedited."""
+
+    document: int
+    edit: int
+    length: int
+
+
+def _documents() -> list[list[int]]:
+    rng = random.Random(20)
+    return [[rng.randrange(VOCAB) for _ in range(max(LENGTHS))] for _ in range(5)]
+
+
+DOCUMENTS = _documents()
+
+
+def tokens_of(text: Text) -> list[int]:
+    whole = DOCUMENTS[text.document]
+    if text.edit:
+        other = DOCUMENTS[(text.document + 1 + text.edit) % len(DOCUMENTS)]
+        whole = whole[: text.edit] + other[text.edit :]
+    return whole[: text.length]
+
+
+@dataclass
+class Sizes:
+    """Of one engine; drawn so that something is always short."""
+
+    pages: int
+    slots: int
+    snapshots: int
+    step_tokens: int
+    ladder_tokens: int
+    max_bypass: int
+    ping_pong: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> "Sizes":
+        return cls(
+            pages=rng.choice((6, 7, 9, 14, 40)),
+            slots=rng.randint(1, 4),
+            snapshots=rng.choice((1, 2, 3, 6, 24)),
+            step_tokens=rng.choice((64, 65, 96, 128, 200, 512)),
+            ladder_tokens=rng.choice((64, 128, 256)),
+            max_bypass=rng.randint(0, 3),
+            ping_pong=rng.random() < 0.1,
+        )
+
+
+Make = Callable[[Runner, MemoryStore | None, Sizes], Engine]
+
+
+@dataclass
+class Asked:
+    """A request in an engine, and what has come of it. known: answer tokens that it resumes."""
+
+    request: GenerateRequest
+    engine: int
+    answer: Answer = field(default_factory=Answer)
+    known: list[int] = field(default_factory=list)
+    cached: int = 0
+    aborted: bool = False
+
+
+@dataclass
+class Counts:
+    """What has been tried, so that a run that tried nothing is seen."""
+
+    schedules: int = 0
+    requests: int = 0
+    rows: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    aborts: int = 0
+    preemptions: int = 0
+    failovers: int = 0
+    evictions: int = 0
+    restarts: int = 0
+    losses: int = 0
+    mismatches: int = 0
+
+
+class World:
+    """Two engines and their store. make: builds an engine over fresh, poisoned state."""
+
+    def __init__(self, seed: int, runner: Runner, oracle: Oracle, make: Make) -> None:
+        self.seed, self.runner, self.oracle, self.make = seed, runner, oracle, make
+        self.rng = rng = random.Random(seed)
+        self.counts = Counts()
+        self.store = MemoryStore(random.Random(seed + 1))
+        self.sizes = [Sizes.draw(rng) for _ in range(2)]
+        self.engines: list[Engine] = []
+        self.taps: list[Tap] = []
+        for sizes in self.sizes:
+            self.engines.append(make(runner, self.store, sizes))
+            self.taps.append(tap(self.engines[-1]))
+        self.asked: dict[str, Asked] = {}
+        self.past: list[tuple[str, list[int], list[int]]] = []  # tenant, prompt, answer
+        self.seen: dict[str, list[tuple[str, list[int]]]] = {tenant: [] for tenant in TENANTS}
+        self.names = 0
+
+    def schedule(self, number: int) -> None:
+        """Runs and checks one. Raises Mismatch, or whatever the engine's own checks raise."""
+        rng = self.rng = random.Random(self.seed * 1_000_003 + number)
+        faults = self.store.faults
+        faults.delay = rng.choice((0, 1, 5))
+        faults.fail, faults.refuse = rng.choice((0, 0, 0.3)), rng.choice((0, 0, 0.3))
+        faults.forget = rng.choice((0, 0, 0.1))
+        self.asked = {}
+        for each in self.taps:
+            each.seen.clear()
+        for _ in range(rng.randint(2, 4)):
+            self._submit(self._request())
+            for _ in range(rng.randint(0, 3)):
+                self._event()
+        self._finish()
+        for name, each in self.asked.items():
+            self._check(name, each)
+        self.counts.schedules += 1
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def _request(self) -> GenerateRequest:
+        rng = self.rng
+        tenant = rng.choice(TENANTS) if rng.random() < 0.2 else ""
+        own = [(prompt, answer) for who, prompt, answer in self.past[-8:] if who == tenant]
+        if own and rng.random() < 0.35:  # another turn
+            prompt, answer = rng.choice(own)
+            room = max(LENGTHS) - len(prompt) - len(answer)
+            tail = min(rng.choice(TAILS), max(room, 0))
+            ids = prompt + answer + DOCUMENTS[-1][:tail]
+        else:
+            edit = rng.choice(EDITS) if rng.random() < 0.3 else 0
+            ids = tokens_of(Text(rng.randrange(3), edit, rng.choice(LENGTHS)))
+        self.names += 1
+        params: dict[str, Any] = {"priority": rng.choice((0, 0, 0, -1, 1))}
+        if rng.random() < 0.05:
+            params |= {"prompt_logprobs": 0}
+        made = request(f"r{self.names}", ids, rng.choice((1, 1, 2, 3, 5, 9)), **params)
+        return msgspec.structs.replace(made, tenant=tenant)
+
+    def _submit(self, each: GenerateRequest, engine: int | None = None) -> None:
+        engine = self.rng.randrange(2) if engine is None else engine
+        self.engines[engine].submit(each)
+        self.asked[each.request_id] = Asked(each, engine, known=list(each.resume_ids))
+        self.seen[each.tenant].append((each.request_id, each.prompt_ids + each.resume_ids))
+        self.counts.requests += 1
+
+    def _event(self) -> None:
+        rng, kind = self.rng, self.rng.random()
+        if kind < 0.55:
+            for _ in range(rng.randint(1, 4)):
+                self._step()
+        elif kind < 0.65:
+            self._abort()
+        elif kind < 0.75:
+            self._preempt()
+        elif kind < 0.83:
+            self._failover()
+        elif kind < 0.90:
+            engine = self.engines[rng.randrange(2)]
+            engine.cache.evict(pages=rng.randint(0, 9), snapshots=rng.randint(0, 4))
+            self.counts.evictions += 1
+        elif kind < 0.97:
+            self.store.forget(rng.choice((0.1, 0.5, 1.0)))
+            self.counts.losses += 1
+        else:
+            self._restart(rng.randrange(2))
+
+    def _step(self) -> None:
+        for engine in self.engines:
+            self._collect(engine)
+            check_books(engine)
+        self.store.tick()
+
+    def _collect(self, engine: Engine) -> None:
+        for output in engine.step():
+            each = self.asked[output.request_id]
+            each.cached = max(each.cached, output.cached_tokens)
+            collect([output], {output.request_id: each.answer})
+        if engine.failed is not None:
+            raise Mismatch(f"the engine has failed: {engine.failed}")
+
+    def _open(self) -> list[str]:
+        return [name for name, each in self.asked.items() if each.answer.finish_reason is None]
+
+    def _abort(self) -> None:
+        names = self._open()
+        if names:
+            name = self.rng.choice(names)
+            self.asked[name].aborted = True
+            self.engines[self.asked[name].engine].abort(name)
+            self.counts.aborts += 1
+
+    def _preempt(self) -> None:
+        scheduler = self.engines[self.rng.randrange(2)].scheduler
+        if scheduler.running:
+            scheduler.preempt(self.rng.choice(scheduler.running))
+            self.counts.preemptions += 1
+
+    def _failover(self) -> None:
+        """A request is taken from one replica, in whatever state it is, and the other goes on."""
+        names = [name for name in self._open() if not self.asked[name].aborted]
+        if not names:
+            return
+        name = self.rng.choice(names)
+        each = self.asked[name]
+        if each.request.params.prompt_logprobs is not None:
+            return
+        self.engines[each.engine].abort(name)
+        each.aborted = True
+        while each.answer.finish_reason is None:
+            self._step()
+        done = each.known + each.answer.token_ids
+        if each.answer.finish_reason != "abort" or len(done) >= each.request.params.max_tokens:
+            return
+        self.names += 1
+        again = msgspec.structs.replace(each.request, request_id=f"r{self.names}", resume_ids=done)
+        self._submit(again, 1 - each.engine)
+        self.counts.failovers += 1
+
+    def _restart(self, which: int) -> None:
+        """A replica dies with everything it has on the device; its requests are lost."""
+        if any(self.asked[name].engine == which for name in self._open()):
+            return
+        self.engines[which] = self.make(self.runner, self.store, self.sizes[which])
+        before = self.taps[which].seen
+        self.taps[which] = tap(self.engines[which])
+        self.taps[which].seen = before
+        self.counts.restarts += 1
+
+    def _finish(self) -> None:
+        for _ in range(MOST_STEPS):
+            if not self._open():
+                break
+            self._step()
+        else:
+            raise Mismatch(f"stalled: {[engine.stats() for engine in self.engines]}")
+        for engine in self.engines:
+            check_idle(engine)
+        self.store.check()
+
+    # --- what must be true ------------------------------------------------------------------------
+
+    def _check(self, name: str, each: Asked) -> None:
+        prompt, answer = each.request.prompt_ids, each.known + each.answer.token_ids
+        reason = each.answer.finish_reason
+        if reason not in ("length", "abort") or (reason == "abort" and not each.aborted):
+            raise Mismatch(f"{name} ended with {reason}: {each.answer.error}")
+        self._check_cached(name, each)
+        if not answer:
+            return
+        expected = self.oracle.expect((Piece("prompt", tuple(prompt)),), answer)
+        seen = next((tap.seen[name] for tap in self.taps if name in tap.seen), {})
+        for at in range(len(each.known), len(answer)):
+            row = seen[len(prompt) + at]
+            self.counts.rows += 1
+            if row != expected[at] or answer[at] != row.best:
+                raise Mismatch(
+                    f"{name}: {len(prompt)} prompt tokens, {each.cached} of them cached, answer "
+                    f"token {at}: logits {row}, alone they are {expected[at]}"
+                )
+        if reason == "length":
+            self.past.append((each.request.tenant, prompt, answer))
+            del self.past[:-16]
+
+    def _check_cached(self, name: str, each: Asked) -> None:
+        """What is reported as cached is whole pages that this tenant has used before."""
+        ids = each.request.prompt_ids
+        most = 0
+        for owner, other in self.seen[each.request.tenant]:
+            if owner != name:
+                most = max(most, _common(ids, other))
+        del self.seen[each.request.tenant][:-400]
+        to_run = 0 if each.known else 1  # the row that its first token is drawn from
+        bound = min(most, len(ids) - to_run) // PAGE_TOKENS * PAGE_TOKENS
+        if each.cached % PAGE_TOKENS or each.cached > bound:
+            raise Mismatch(f"{name}: {each.cached} of {len(ids)} tokens cached, at most {bound}")
+        self.counts.cached_tokens += each.cached
+        self.counts.prompt_tokens += len(ids)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the common beginning."""
+    end = min(len(a), len(b))
+    for at in range(0, end, PAGE_TOKENS):
+        if a[at : at + PAGE_TOKENS] != b[at : at + PAGE_TOKENS]:
+            return at
+    return end
