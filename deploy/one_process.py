@@ -4,6 +4,7 @@ What `expertmesh serve --expert-actors 0` runs, and the twin that the distribute
 compared with.
 """
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,9 @@ from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.model.model import Model
 from expertmesh.actors.model.tokenizer import Tokenizer
+from expertmesh.actors.state.fingerprint import fingerprint
+from expertmesh.actors.state.opening import open_tiers
+from expertmesh.actors.state.tiers.store import TieredStore
 from expertmesh.deploy.engine_client import LocalEngineClient
 
 
@@ -28,9 +32,12 @@ class LocalServer:
     config: ModelConfig
     engine_loop: EngineLoop
     client: LocalEngineClient
+    tiers: TieredStore | None = None
 
     def stop(self) -> None:
         self.engine_loop.stop()
+        if self.tiers is not None:
+            self.tiers.close()
 
 
 def start_local(load: LoadSettings, settings: EngineSettings, threads: int = 1) -> LocalServer:
@@ -55,11 +62,16 @@ def start_local(load: LoadSettings, settings: EngineSettings, threads: int = 1) 
         )
     finally:
         source.close()
-    state = model.new_state(settings.pages, settings.slots)
+    state = model.new_state(settings.pages, settings.slots, settings.state.places)
     grammars = Grammars.of(Tokenizer.load(load.model, config), config.eos)
-    engine = Engine(model, state, LocalExchange(bank), settings, config.eos, grammars)
+    arrived = threading.Event()
+    tiers = open_tiers(state.layout, settings.state, arrived.set)
+    engine = Engine(
+        model, state, LocalExchange(bank), settings, config.eos, grammars,
+        fingerprint=fingerprint(opened, load), store=tiers, arrived=arrived,
+    )  # fmt: skip
     client = LocalEngineClient()
     engine_loop = EngineLoop(engine, client.publish)
     client.attach(engine_loop)
     engine_loop.start()
-    return LocalServer(config, engine_loop, client)
+    return LocalServer(config, engine_loop, client, tiers)

@@ -287,7 +287,7 @@ def plan_memory(
 def state_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) -> int:
     """Bytes of one replica's pages, slots and snapshots, on its device."""
     dtype = torch.float32 if dtype_bytes == 4 else torch.bfloat16
-    slots = engine.slots + engine.state.snapshots * engine.state.prefix_cache
+    slots = engine.slots + engine.state.places
     return engine.pages * bytes_per_page(config, dtype) + slots * bytes_per_slot(config, dtype)
 
 

@@ -36,6 +36,10 @@ from expertmesh.actors.model.loading import LoadSettings, OpenModel
 from expertmesh.actors.model.model import Model
 from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.actors.process import Health, LoadState, Pulse, Whereabouts, settle
+from expertmesh.actors.state.fingerprint import fingerprint
+from expertmesh.actors.state.item import StateLayout
+from expertmesh.actors.state.opening import open_tiers
+from expertmesh.actors.state.tiers.store import TieredStore
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +99,8 @@ class AttentionActor:
         self._counts: RoutingCounts | None = None
         self._total, self._loaded = 0, False
         self._stores: dict[int, object] = {}
+        self._fingerprint = b""
+        self._tiers: TieredStore | None = None  # outlives an engine that fails
         self._elastic = ElasticExchange(hold_s, self._wake)
         self._broke_at: float | None = None  # when this epoch was first seen to be broken
         self._loop: EngineLoop | None = None
@@ -140,6 +146,10 @@ class AttentionActor:
             )  # fmt: skip
             self._local = LocalExchange(bank)
         source.close()
+        self._fingerprint = fingerprint(opened, self._load)
+        self._tiers = open_tiers(
+            StateLayout.of(config, dtype), self._settings.state, lambda: self._wake()
+        )
         if device.type != "cpu":
             warm_up(self._model)
         self._grammars = Grammars.of(Tokenizer.load(self._load.model, config), config.eos)
@@ -205,11 +215,17 @@ class AttentionActor:
         assert model is not None and counts is not None, "load() before switch()"
         if old is not None:
             await asyncio.to_thread(old.stop)
-        state = await asyncio.to_thread(model.new_state, self._settings.pages, self._settings.slots)
+        settings = self._settings
+        state = await asyncio.to_thread(
+            model.new_state, settings.pages, settings.slots, settings.state.places
+        )
         inner: Exchange = self._elastic if self._local is None else self._local
         exchange = CountingExchange(inner, counts)
         eos, grammars = model.config.eos, self._grammars
-        engine = Engine(model, state, exchange, self._settings, eos, grammars)
+        engine = Engine(
+            model, state, exchange, settings, eos, grammars,
+            fingerprint=self._fingerprint, store=self._tiers,
+        )  # fmt: skip
         if self._boxes is None:
             self._boxes = Outboxes(asyncio.get_running_loop())
         self._loop = EngineLoop(engine, self._boxes.publish, peers_open=self._peers_open)
@@ -380,4 +396,6 @@ class AttentionActor:
         self._elastic.give_up("the mesh is stopping")
         if self._loop is not None:
             await asyncio.to_thread(self._loop.stop)
+        if self._tiers is not None:
+            await asyncio.to_thread(self._tiers.close)
         await asyncio.to_thread(self._elastic.close)

@@ -5,26 +5,20 @@ to the thread that steps (loop.EngineLoop, or a test).
 """
 
 import threading
-from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from torch import Tensor
 
+from expertmesh.actors.attention.inbox import Inbox
 from expertmesh.actors.attention.masks import MaskMaker, Masks
 from expertmesh.actors.attention.messages import (
-    EngineBusy,
-    EngineFailed,
     EngineStats,
     FinishReason,
     GenerateRequest,
-    RequestRefused,
     TokenLogprobs,
     TokenOutput,
 )
@@ -79,14 +73,6 @@ class EngineStalled(RuntimeError):
     """Requests are queued and no plan serves any of them. A bug, but never a silent one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A request with what has become of its grammar; None: it was aborted meanwhile."""
-
-    request: GenerateRequest
-    matcher: "Future[Matcher] | None"
-
-
 class Engine:
     """Continuous batching over one model and its state.
 
@@ -105,10 +91,11 @@ class Engine:
         *,
         fingerprint: bytes | None = None,
         store: Store | None = None,
+        arrived: threading.Event | None = None,
     ) -> None:
         """grammars: compiles constraints; without it requests that have one are refused.
         fingerprint: names the model's state; without it nothing is kept of a request. store: tiers
-        below the device."""
+        below the device. arrived: set when there may be something to do, by the store too."""
         self.model, self.state, self.exchange, self.settings = model, state, exchange, settings
         self.cache: StateCache | PlainCache = PlainCache(state)
         if fingerprint is not None:
@@ -127,12 +114,7 @@ class Engine:
             max_logprobs=settings.max_logprobs,
             eos_ids=self._eos_ids,
         )
-        self.arrived = threading.Event()  # set whenever there may be something to do
-        self.failed: str | None = None
-        self._lock = threading.Lock()  # guards the inbox, the names in use, and `failed`
-        self._inbox: deque[GenerateRequest | Compiled | str] = deque()
-        self._compiling: dict[str, GenerateRequest] = {}
-        self._names: dict[str, float] = {}  # when each was submitted
+        self.inbox = Inbox(grammars, arrived or threading.Event())
         self._sequences: dict[str, Sequence] = {}
         self._count = EngineStats(
             pages_total=state.pages,
@@ -149,62 +131,30 @@ class Engine:
         """Queues a request. Raises RequestRefused, EngineBusy or EngineFailed, and then nothing of
         the request remains."""
         check_request(request, self.limits)
-        constraint, grammars = request.constraint, self._grammars
-        if constraint is not None and grammars is None:
-            raise RequestRefused(
-                "this checkpoint has no tokenizer, so no grammar can be followed", constraint.field
-            )
-        with self._lock:
-            if self.failed is not None:
-                raise EngineFailed(self.failed)
-            if request.request_id in self._names:
-                raise RequestRefused(
-                    f"request id {request.request_id!r} is already in use", "request_id"
-                )
-            waiting = len(self._names) - len(self.scheduler.running)
-            if waiting >= self.settings.max_waiting:
-                raise EngineBusy(
-                    f"{waiting} requests are waiting, at most {self.settings.max_waiting} may"
-                )
-            self._names[request.request_id] = perf_counter()
-            if constraint is None:
-                self._inbox.append(request)
-            else:
-                self._compiling[request.request_id] = request
-        if constraint is not None and grammars is not None:
-            # In another thread, so that no step waits for it.
-            matcher = grammars.matcher(constraint, request.resume_ids)
-            matcher.add_done_callback(partial(self._compiled, request))
-        else:
-            self.arrived.set()
-
-    def _compiled(self, request: GenerateRequest, matcher: "Future[Matcher]") -> None:
-        with self._lock:
-            if self._compiling.get(request.request_id) is not request:
-                return  # aborted, or the engine has failed
-            del self._compiling[request.request_id]
-            self._inbox.append(Compiled(request, matcher))
-        self.arrived.set()
+        self.inbox.submit(request, len(self.scheduler.running), self.settings.max_waiting)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at the next step with finish_reason "abort". Unknown ids are ignored:
-        the request may have ended by itself a moment ago."""
-        with self._lock:
-            if request_id not in self._names:
-                return
-            compiling = self._compiling.pop(request_id, None)
-            self._inbox.append(request_id if compiling is None else Compiled(compiling, None))
-        self.arrived.set()
+        """Ends a request at the next step with finish_reason "abort". Unknown ids are ignored."""
+        self.inbox.abort(request_id)
+
+    @property
+    def arrived(self) -> threading.Event:
+        """Set whenever there may be something to do."""
+        return self.inbox.arrived
+
+    @property
+    def failed(self) -> str | None:
+        return self.inbox.failed
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox or len(self._sequences) > self.cache.loading)
+        return bool(self.inbox or len(self._sequences) > self.cache.loading)
 
     def stats(self) -> EngineStats:
         """A copy; the counters of one step may be seen half updated."""
         stats = msgspec.structs.replace(self._count, timings=self._count.timings.copy())
         stats.running = len(self.scheduler.running)
-        stats.waiting = max(0, len(self._names) - stats.running)
+        stats.waiting = max(0, len(self.inbox.names) - stats.running)
         stats.waiting_tokens = self._waiting_tokens()
         stats.pages_free, stats.slots_free = self.pages.free, self.slots.free
         stats.preemptions = self.scheduler.preemptions
@@ -213,7 +163,7 @@ class Engine:
         return stats
 
     def _waiting_tokens(self) -> int:
-        arrived = [item for item in list(self._inbox) if isinstance(item, GenerateRequest)]
+        arrived = self.inbox.requests()
         return sum(len(each.prompt_ids) + len(each.resume_ids) for each in arrived) + sum(
             len(seq.tokens) - seq.computed
             for seq in list(self._sequences.values())
@@ -266,12 +216,7 @@ class Engine:
 
     def fail(self, reason: str) -> list[TokenOutput]:
         """Ends every request with an error and refuses later ones."""
-        with self._lock:
-            self.failed = self.failed or reason
-            names = list(self._names)
-            self._names.clear()
-            self._inbox.clear()
-            self._compiling.clear()
+        names = self.inbox.close(reason)
         for seq in self._sequences.values():
             with suppress(Exception):  # the books may be what broke; every request must still end
                 self.scheduler.remove(seq)
@@ -291,8 +236,7 @@ class Engine:
 
     def _receive(self, outputs: list[TokenOutput]) -> None:
         """Requests and aborts in the order they came; constrained ones once they are compiled."""
-        while self._inbox:
-            item = self._inbox.popleft()
+        for item in self.inbox.take():
             if isinstance(item, GenerateRequest):
                 self._admit(item, None)
             elif isinstance(item, str):
@@ -311,7 +255,7 @@ class Engine:
     def _admit(self, request: GenerateRequest, matcher: Matcher | None) -> None:
         self._submitted += 1
         due = self.scheduler.due(self._count.steps, request.priority)
-        arrived = self._names[request.request_id]
+        arrived = self.inbox.names[request.request_id]
         seq = Sequence(request, self._submitted, due, self._eos_ids, arrived, matcher)
         self._sequences[seq.id] = seq
         self.cache.open(seq, request.tenant)
@@ -321,7 +265,7 @@ class Engine:
         self, request: GenerateRequest, why: FinishReason, error: Exception | None = None
     ) -> TokenOutput:
         """Ends a request that never became a sequence."""
-        self._names.pop(request.request_id, None)
+        self.inbox.names.pop(request.request_id, None)
         self._count_finish(why)
         output = TokenOutput(request_id=request.request_id, prompt_tokens=len(request.prompt_ids))
         output.finish_reason = why
@@ -449,7 +393,7 @@ class Engine:
     def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> TokenOutput:
         self.scheduler.remove(seq)
         del self._sequences[seq.id]
-        self._names.pop(seq.id, None)
+        self.inbox.names.pop(seq.id, None)
         self._count.timings.leave(seq.times)
         self._count_finish(reason)
         output = self._output(seq)

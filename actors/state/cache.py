@@ -112,6 +112,8 @@ class StateCache:
         assert self.store is not None
         here = self._start_here(seq)
         best, best_s = here, self._compute_s(seq, here.position)
+        if seq.prefix.tip is not None and not here.position:
+            best_s = float("inf")  # computed again, the rest of the session would have other bits
         for start in self._starts(seq, lambda name: self._tier(name) is not None):
             if start.position <= here.position:
                 break
@@ -146,8 +148,6 @@ class StateCache:
         first = prefix.hit is None and tip is None and len(seq.tokens) == seq.prompt_len
         if first and not self.settings.prefix_cache:
             return starts
-        if tip is not None and tip.position <= seq.readable and all(map(have, tip.names)):
-            starts.append(Start(tip.position, tip.names))
         last = last_start(seq.readable + 1) // PAGE_TOKENS
         pages: list[Name] = []
         while len(pages) < last:
@@ -155,12 +155,16 @@ class StateCache:
             if not have(name):
                 break
             pages.append(name)
-        for count in range(len(pages), 0, -1):
+        # What is named below a tip was not computed as this prompt would be: tip or nothing.
+        below = 0 if tip is None else tip.position // PAGE_TOKENS
+        for count in range(len(pages), below, -1):
             if len(starts) >= CHOICES:
                 break
             snapshot = Name(prefix.keys[count - 1], Kind.SNAPSHOT)
             if have(snapshot):
                 starts.append(Start(count * PAGE_TOKENS, [*pages[:count], snapshot]))
+        if tip is not None and tip.position <= seq.readable and all(map(have, tip.names)):
+            starts.append(Start(tip.position, tip.names))
         return starts
 
     def _start_here(self, seq: Owner) -> Start:
@@ -195,6 +199,9 @@ class StateCache:
         if prefix.fetch is not None and not self._take_over(seq):
             return None
         start = prefix.start = self._start_here(seq)
+        if prefix.tip is not None and start.position < prefix.tip.position:
+            self._forget_tip(seq)
+            return self.attach(seq)
         seq.computed = start.position
         nodes = [self.device.find(name) for name in start.names[:-1]]
         prefix.shared = [NOTHING if node is None else node.page for node in nodes]
@@ -203,6 +210,14 @@ class StateCache:
         mine = [page for page in prefix.shared if page != NOTHING]
         self.pages.share(seq.number, mine)
         return len(mine)
+
+    def _forget_tip(self, seq: Owner) -> None:
+        """The state that it was to go on from is gone: its prompt is as any other, and so are its
+        names."""
+        prefix = seq.prefix
+        self._stop_loading(seq)
+        prefix.tip, prefix.switches = None, (seq.prompt_len,)
+        prefix.keys, prefix.looked = [], False
 
     def detach(self, seq: Owner) -> None:
         """It does not start yet, and lets go of the pages on the device."""

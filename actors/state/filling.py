@@ -26,7 +26,7 @@ def take_out(header: Header, tensors: Sequence[Tensor]) -> Item:
     for tensor in tensors:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         parts.append(host.copy_(tensor, non_blocking=True))
-    done = torch.cuda.Event()
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
     return Item(header, tuple(parts), done)
 
@@ -54,7 +54,7 @@ class LayerFill:
         self._cuda: list[Any] = [None] * count
         self._begin: Any = None
         if state.latents.device.type == "cuda":
-            self._begin = torch.cuda.Event()
+            self._begin = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._begin.record()  # what still uses this memory was queued before
         _copier.submit(self._run)
 
@@ -97,6 +97,6 @@ class LayerFill:
                 for page, content in self._pages:
                     content.layer(0, at, paged[at, page])
             if self._begin is not None:
-                self._cuda[layer] = torch.cuda.Event()
+                self._cuda[layer] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._cuda[layer].record()
             self._arrived[layer].set()

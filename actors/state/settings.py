@@ -94,6 +94,11 @@ class StateSettings(BaseModel):
         return self
 
     @property
+    def places(self) -> int:
+        """Snapshots that the device has room for: none where no request looks for any."""
+        return self.snapshots if self.prefix_cache or self.disk is not None else 0
+
+    @property
     def lossy(self) -> bool:
         """Whether what comes back from a lower tier is an approximation."""
         return self.codec in ("int8", "int4")

@@ -6,6 +6,10 @@ from expertmesh.actors.attention.step import build_step
 from tests.support.engines import request
 
 
+def no_saves(*piece: object) -> tuple[tuple[int, int], ...]:
+    return ()
+
+
 def sequence(slot: int, prompt: int, generated: int, computed: int, end: int = 0,
              **params: object) -> Sequence:  # fmt: skip
     tokens = [100 * slot + i for i in range(prompt)]
@@ -25,7 +29,9 @@ def test_rows_paths_and_logits() -> None:
     recomputed = sequence(5, prompt=2, generated=1, computed=0, end=2, prompt_logprobs=0)
     recomputed.prompt_logprobs = [None] * 2
     counted = sequence(6, prompt=2, generated=0, computed=1, end=2, max_tokens=0)
-    step = build_step(Plan([], [replayed, new], [first_part, scored, recomputed, counted]))
+    step = build_step(
+        Plan([], [replayed, new], [first_part, scored, recomputed, counted]), no_saves
+    )
 
     batch = step.batch
     assert batch.token_ids_T.tolist() == [
@@ -53,11 +59,13 @@ def test_rows_paths_and_logits() -> None:
 
 def test_one_prompt_token_is_no_decode() -> None:
     # D1: by what the token is, not by the length of its chunk.
-    step = build_step(Plan([], [], [sequence(1, prompt=1, generated=0, computed=0, end=1)]))
+    step = build_step(
+        Plan([], [], [sequence(1, prompt=1, generated=0, computed=0, end=1)]), no_saves
+    )
     assert [span.decode for span in step.batch.spans] == [False]
     assert step.sample_rows is None and len(step.sampled) == 1
 
 
 def test_empty_plan() -> None:
-    step = build_step(Plan())
+    step = build_step(Plan(), no_saves)
     assert step.batch.rows == 0 and step.batch.logit_rows_R.tolist() == []
