@@ -283,7 +283,9 @@ class StateCache:
             content = prefix.loaded[last]
         else:
             self.state.restore(seq.slot, node.snapshot)
-            self.device.tree.used(node)
+            if prefix.hit is None:  # else it begins again from what was its own
+                deeper = prefix.start.position < last_start(seq.prompt_len)
+                self.device.tree.order.used(node.snapshot, deeper=deeper)
         copied = [
             (seq.pages[at], prefix.loaded[name])
             for at, name in enumerate(pages)
@@ -306,6 +308,7 @@ class StateCache:
         if prefix.hit is not None:
             return
         prefix.hit = min(prefix.start.position, seq.prompt_len)
+        self.device.tree.order.tick()
         self._count.queries += seq.prompt_len
         self._count.hits += prefix.hit
         tiers = self._count.hits_by_tier
@@ -326,6 +329,7 @@ class StateCache:
                 break
             known += 1
         self._count.recomputed_state += max(0, known * PAGE_TOKENS - start)
+        seq.prefix.junction = known * PAGE_TOKENS
         places = {known * PAGE_TOKENS, end, *ladder(seq.prompt_len, self.settings.ladder_tokens)}
         return sorted(place for place in places if start < place <= end)
 
@@ -372,7 +376,7 @@ class StateCache:
         saved = [position for position, _ in prefix.saving]
         for position, place in prefix.saving:
             header = prefix.header(Kind.SNAPSHOT, position // PAGE_TOKENS - 1, seq.tokens)
-            node = self.device.name_snapshot(header, place)
+            node = self.device.name_snapshot(header, place, self._is_rung(seq, position))
             if node is not None:
                 self._put(header, self.device.saved(node))
         prefix.saving = []
@@ -388,8 +392,7 @@ class StateCache:
     def _thin(self, seq: Owner, saved: list[int]) -> None:
         """Of the ladder that it has left behind, one snapshot per octave of distance stays."""
         prefix, step = seq.prefix, self.settings.ladder_tokens
-        last = last_start(seq.prompt_len)
-        prefix.rungs += [at for at in saved if at % step == 0 and at != last]
+        prefix.rungs += [at for at in saved if self._is_rung(seq, at)]
         kept = thin(prefix.rungs, seq.computed, step)
         for position in set(prefix.rungs).difference(kept):
             name = Name(prefix.keys[position // PAGE_TOKENS - 1], Kind.SNAPSHOT)
@@ -399,6 +402,14 @@ class StateCache:
             if self.store is not None:
                 self.store.drop([name])
         prefix.rungs = kept
+
+    def _is_rung(self, seq: Owner, position: int) -> bool:
+        """Whether its snapshot there is for edits alone."""
+        end = last_start(seq.prompt_len)
+        return position % self.settings.ladder_tokens == 0 and position not in (
+            end,
+            seq.prefix.junction,
+        )
 
     def _keep_safe(self, seq: Owner, saved: list[int]) -> None:
         """Leaves a state behind often enough that a loss of this process, or of the pages, costs
