@@ -14,11 +14,13 @@ from expertmesh.actors.state.settings import StateSettings
 from tests.support.runner import Runner
 
 
-def offload_of(model: Model, settings: StateSettings) -> Offload:
+def offload_of(model: Model, settings: StateSettings, **options: int) -> Offload:
     """With the queries' moments of the model's own weights."""
     layers = [layer for layer in model.attention if isinstance(layer, Mla)]
     moments = [layer.query_moment() for layer in layers]
-    return Offload(settings, layers[0].rank, layers[0].scale, model.kernels.mla_decode, moments)
+    return Offload(
+        settings, layers[0].rank, layers[0].scale, model.kernels.mla_decode, moments, **options
+    )
 
 
 class LongText:

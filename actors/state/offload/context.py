@@ -91,10 +91,11 @@ class Offload:
         scale: float,
         mla_decode: Callable[..., Tensor],
         moments: Sequence[Tensor] | None = None,
+        fit_pages: int = FIT_PAGES,
     ) -> None:
         self.settings, self.rank, self.scale = settings, rank, scale
         self.mla_decode, self.moments = mla_decode, moments
-        self.scratch = Scratch()
+        self.fit_pages, self.scratch = fit_pages, Scratch()
 
     def context(self, mode: Mode) -> "OffloadedContext":
         return OffloadedContext(self, mode)
@@ -140,7 +141,7 @@ class OffloadedContext:
         if self._indexes:
             for index, rows in zip(self._indexes, rows_L64C, strict=True):
                 index.add(rows)
-        elif len(self._cold) == FIT_PAGES:
+        elif len(self._cold) == self._shared.fit_pages:
             self._start_indexes(rows_L64C)
 
     def _start_indexes(self, like: Tensor) -> None:
