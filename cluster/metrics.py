@@ -187,8 +187,9 @@ CACHE_CONFIG_INFO = Metric(
 _TIER = (*_ENGINE, "tier", "kind")
 TIER_USED_BYTES = Metric(
     "state_tier_used_bytes", "gauge",
-    "Bytes of state in use by tier (hot: on the device; host; disk) and kind: pages of MLA "
-    "latents, slots with the KDA state of running sequences, snapshots of it, sessions.", _TIER,
+    "Bytes of state in use by tier (hot: on the device; host; disk: of the whole folder, which "
+    "the replicas of a node share) and kind: pages of MLA latents, slots with the KDA state of "
+    "running sequences, snapshots of it, sessions.", _TIER,
 )  # fmt: skip
 TIER_CAPACITY_BYTES = Metric(
     "state_tier_capacity_bytes", "gauge",

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,7 +21,8 @@ WINDOW = 5
 class Point:
     """One sample. t: Unix time. Rates are per second, since the sample before (answers, errors and
     others as Telemetry.totals has them); quantiles in seconds, None without an observation.
-    pages, slots: share in use, of the fullest engine."""
+    pages, slots: share in use, of the fullest engine. cached: share of the prompt tokens looked up
+    that were not computed again, of the last samples; None when none were."""
 
     t: float
     generated: float = 0.0
@@ -39,6 +40,7 @@ class Point:
     in_flight: int = 0
     pages: float = 0.0
     slots: float = 0.0
+    cached: float | None = None
     epoch: int | None = None
 
 
@@ -52,6 +54,7 @@ class _Sample:
     totals: Mapping[str, float]
     latencies: Mapping[str, Histogram]
     busy: Mapping[str, tuple[int, float]]
+    cache: Mapping[str, tuple[int, int]]  # tokens looked up, and hit
 
 
 class History:
@@ -75,6 +78,7 @@ class History:
             totals=self._front.telemetry.totals(),
             latencies=self._front.telemetry.latencies(),
             busy={a.seat: (a.rows, a.busy_seconds) for a in actors if a.up},
+            cache={n: (s.cache.queries, s.cache.hits) for n, s in engines.items()},
         )
         before = self._samples[-1] if self._samples else now
         oldest = self._samples[0] if self._samples else now
@@ -104,6 +108,7 @@ class History:
             in_flight=self._front.traffic.requests,
             pages=max((_used(s.pages_free, s.pages_total) for s in engines.values()), default=0.0),
             slots=max((_used(s.slots_free, s.slots_total) for s in engines.values()), default=0.0),
+            cached=_share(_grown(oldest.cache, now.cache).values()),
             epoch=None if reading.mesh is None else reading.mesh.epoch,
         )
         self.points.append(point)
@@ -126,6 +131,13 @@ def _grown(
         first, second = before.get(name, (a, b))
         found[name] = (a - first, b - second) if a >= first and b >= second else (a, b)
     return found
+
+
+def _share(grown: Iterable[tuple[float, float]]) -> float | None:
+    """Of all first numbers together, the second ones."""
+    pairs = list(grown)
+    whole = sum(whole for whole, _ in pairs)
+    return round(sum(part for _, part in pairs) / whole, 4) if whole else None
 
 
 def _since(before: Histogram, now: Histogram) -> Histogram:

@@ -28,6 +28,7 @@ from expertmesh.deploy.front import Front
 from expertmesh.deploy.observability.events import Events
 from expertmesh.deploy.observability.history import COLUMNS, MINUTES, PERIOD_S, History
 from expertmesh.deploy.observability.scrape import Reading, Scrape
+from expertmesh.deploy.observability.tiers import hot_tier, tiers_of
 from expertmesh.deploy.openai.admin import Admin
 
 _log = logging.getLogger(__name__)
@@ -149,16 +150,12 @@ class Dashboard:
         }
 
     def _engines(self) -> list[dict[str, Any]]:
-        """Sequences and the hot tier of each engine; state: None for one that is down."""
+        """Sequences and tiers of each engine, nothing but its name of one that is down."""
         found: list[dict[str, Any]] = []
         for name, one in list(self._history.engines.items())[:MOST_MEMBERS]:
             if one is None:
                 found.append({"name": name, "up": False})
                 continue
-            tiers = [
-                ("pages", one.pages_total, one.pages_free, one.page_bytes),
-                ("snapshots", one.slots_total, one.slots_free, one.slot_bytes),
-            ]
             found.append(
                 {
                     "name": name,
@@ -167,12 +164,12 @@ class Dashboard:
                     "waiting": one.waiting,
                     "preemptions": one.preemptions,
                     "hot": [
-                        {"kind": kind, "used": (total - free) * each, "total": total * each,
-                         "count": total - free, "of": total}
-                        for kind, total, free, each in tiers
+                        {"kind": kind, "count": count, "of": total}
+                        for kind, count, total, _ in hot_tier(one)
                     ],
+                    "tiers": tiers_of(one),
                 }
-            )  # fmt: skip
+            )
         return found
 
     def _mesh(self, mesh: MeshStats) -> dict[str, Any]:

@@ -251,10 +251,13 @@ STATE = Row(
         ),
         Panel(
             "Bytes in use",
-            "By tier and kind, all engines.",
+            "In memory, by tier and kind, all engines.",
             (
-                Target(total(Q.now(m.TIER_USED_BYTES), "tier", "kind"), "{{tier}} {{kind}}"),
-                Target(total(Q.now(m.TIER_CAPACITY_BYTES), "tier"), "{{tier}} room"),
+                Target(
+                    total(Q.now(m.TIER_USED_BYTES, tier="!=disk"), "tier", "kind"),
+                    "{{tier}} {{kind}}",
+                ),
+                Target(total(Q.now(m.TIER_CAPACITY_BYTES, tier="!=disk"), "tier"), "{{tier}} room"),
             ),
             unit="bytes",
         ),

@@ -6,6 +6,7 @@ from expertmesh.deploy.observability.promql import Query, over, per, total
 
 Q = Query("$__rate_interval", variables=True)
 NOTHING_LOADED = "nothing has been brought back from below the device"
+NO_DISK = "only a server with --state-dir has a disk tier"
 NO_REPLICAS = "only a server with replicas chooses among them"
 
 
@@ -13,6 +14,13 @@ def _by_tier(metric: m.Metric, *more: str, words: str = "") -> Target:
     """A counter's rate; more: labels besides the tier."""
     legend = " ".join(f"{{{{{label}}}}}" for label in ("tier", *more))
     return Target(total(Q.rate(metric), "tier", *more), f"{legend} {words}".rstrip())
+
+
+def _by_engine(metric: m.Metric, *more: str, words: str = "") -> Target:
+    """Of the disk: its folder is shared, so the engines' must not be added up."""
+    legend = " ".join(f"{{{{{label}}}}}" for label in ("engine", *more))
+    found = over("max", Q.select(metric, tier="=disk"), "engine", *more)
+    return Target(found, f"{legend} {words}".rstrip())
 
 
 def _rate_of(metric: m.Metric, op: str) -> str:
@@ -85,13 +93,26 @@ CACHED = Row(
         ),
         Panel(
             "Items",
-            "Pages, snapshots and sessions in each tier; on the device the pages that only the "
-            "cache keeps.",
+            "Pages, snapshots and sessions in host memory and in each engine's folder; on the "
+            "device the pages that only the cache keeps.",
             (
                 Target(total(Q.now(m.PREFIX_CACHE_PAGES)), "device pages"),
-                Target(total(Q.now(m.TIER_ITEMS), "tier"), "{{tier}}"),
-                Target(total(Q.now(m.TIER_PINNED), "tier"), "{{tier}} pinned"),
+                Target(total(Q.now(m.TIER_ITEMS, tier="=host")), "host"),
+                Target(total(Q.now(m.TIER_PINNED, tier="=host")), "host pinned"),
+                _by_engine(m.TIER_ITEMS, words="disk"),
+                _by_engine(m.TIER_PINNED, words="disk pinned"),
             ),
+            may_be_empty=NO_DISK,
+        ),
+        Panel(
+            "Bytes on disk",
+            "Of each engine's folder, which the replicas of a node share.",
+            (
+                _by_engine(m.TIER_USED_BYTES, "kind"),
+                _by_engine(m.TIER_CAPACITY_BYTES, words="room"),
+            ),
+            unit="bytes",
+            may_be_empty=NO_DISK,
         ),
         Panel(
             "Packing",

@@ -9,8 +9,10 @@ that leave, and the loss of an expert actor), and prints what each panel's queri
 import argparse
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,20 +60,23 @@ class Shown(NamedTuple):
 
 @contextmanager
 def serving(replicas: int = 2) -> Iterator[Server]:
-    """Two expert actors with a spare slot each, keys, and a gRPC port."""
+    """Two expert actors with a spare slot each, keys, a gRPC port, and a folder for state."""
     server = Server(f"http://127.0.0.1:{free_port()}", free_port(), secrets.token_hex(16))
     os.environ["EXPERTMESH_API_KEYS"] = server.key
+    folder = tempfile.mkdtemp(prefix="expertmesh-state-")
     try:
         process = server_process(
             "--port", server.url.rpartition(":")[2], "--grpc-port", str(server.grpc_port),
             "--expert-actors", "2", "--attention-replicas", str(replicas),
             "--slots-per-actor", "9", "--name", f"panels-{os.getpid()}",
+            "--state-dir", folder, "--state-dir-gb", "1",
         )  # fmt: skip
         with process as running:
             running.wait_ready(server.url, START_S)
             yield server
     finally:
         del os.environ["EXPERTMESH_API_KEYS"]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load(server: Server, seconds: float, lose_one: bool = False) -> None:

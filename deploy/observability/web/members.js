@@ -40,7 +40,7 @@ function membersTables() {
     const place = places[engine.name];
     const state = !engine.up ? status("bad", "down") : place && place.leaving ? status("warn", "leaving") : status("good", "up");
     if (!engine.hot) return [engine.name, state, 0, 0, "–", "–", where(place)];
-    const bars = engine.hot.map((one) => meter(one.of ? one.count / one.of : 0, `${one.count} / ${one.of}`, `${engine.name} ${one.kind} in use`));
+    const bars = engine.hot.slice(0, 2).map((one) => meter(one.of ? one.count / one.of : 0, `${one.count} / ${one.of}`, `${engine.name} ${one.kind} in use`));
     return [engine.name, state, engine.running, engine.waiting, ...bars, where(place)];
   }));
   $("experts-empty").hidden = last.has_mesh;
@@ -55,16 +55,24 @@ function membersTables() {
 }
 
 function tiers() {
-  const sums = {};
-  for (const engine of last.engines) for (const one of engine.hot || []) {
-    const sum = sums[one.kind] = sums[one.kind] || { used: 0, total: 0 };
-    sum.used += one.used;
-    sum.total += one.total;
+  const sums = new Map();
+  for (const engine of last.engines) for (const one of engine.tiers || []) {
+    const key = `${one.tier} ${one.kind}`;
+    const sum = sums.get(key) || { ...one, used: 0, total: 0, closed: "" };
+    // A folder that engines share is told of by each of them.
+    sum.used = one.shared ? Math.max(sum.used, one.used) : sum.used + one.used;
+    sum.total = one.shared ? Math.max(sum.total, one.total) : sum.total + one.total;
+    sum.closed = sum.closed || one.closed || "";
+    sums.set(key, sum);
   }
-  const names = { pages: "pages of MLA latents", snapshots: "snapshots of KDA state" };
-  const rows = Object.entries(sums).map(([kind, sum]) => ["hot (device)", names[kind] || kind,
-    meter(sum.total ? sum.used / sum.total : 0, percent(sum.total ? sum.used / sum.total : 0), `hot ${kind} in use`),
-    bytes(sum.used), bytes(sum.total)]);
+  const places = { hot: "hot (device)", host: "warm (host)", disk: "cold (disk)" };
+  const names = { pages: "pages of MLA latents", slots: "KDA state, running", snapshots: "KDA snapshots", sessions: "sessions" };
+  const rows = [...sums.values()].map((sum) => {
+    const share = sum.total ? sum.used / sum.total : 0;
+    const bar = meter(share, percent(share), `${sum.tier} ${sum.kind} in use`);
+    const place = sum.closed ? status("warn", `${places[sum.tier]}, closed: ${sum.closed}`) : places[sum.tier] || sum.tier;
+    return [place, names[sum.kind] || sum.kind, bar, bytes(sum.used), bytes(sum.total)];
+  });
   table("tiers", ["tier", "kind", "in use", "bytes", "room"], rows);
 }
 
@@ -77,6 +85,7 @@ function tiles() {
     ["Between tokens, 95 %", ...seconds(now("itl95")), `median ${time(now("itl50"))}`, "itl95"],
     ["Running", number(now("running")), "", `${number(now("waiting"))} waiting · ${number(now("queued"))} queued`, "running"],
     ["Pages in use", percent(now("pages")), "", `slots ${percent(now("slots"))}`, "pages"],
+    ["Prompt from cache", percent(now("cached")), "", "of the tokens looked up", "cached"],
     ["Server errors", number(now("errors"), 2), "/s", `${number(now("answers"), 2)} answers/s`, "errors"],
   ];
   if (mesh) found.push(["Epoch", String(mesh.epoch), "", `${mesh.failovers} failovers · ${mesh.losses} losses`, null]);

@@ -7,6 +7,7 @@ import pytest
 
 from expertmesh.actors.attention.messages import EngineStats
 from expertmesh.actors.attention.timings import Histogram
+from expertmesh.actors.state.stats import CacheStats
 from expertmesh.cluster.ledger.stats import ActorLoad, MeshStats
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.observability.history import COLUMNS, History, quantile
@@ -43,6 +44,23 @@ def test_rates_are_per_second_and_added_up_over_engines(front: Any) -> None:
     assert (point.generated, point.prompt, point.running) == (60.0, 20.0, 3)
     assert (point.errors, point.others, point.answers) == (0.0, 1.0, 0.0)
     assert (point.queued, point.in_flight) == (3, 7)
+
+
+def test_the_share_from_the_cache_is_of_tokens_and_of_late(front: Any) -> None:
+    history = History(cast(Front, front))
+
+    def cached(queries: int, hits: int) -> EngineStats:
+        return engine(0, cache=CacheStats(queries=queries, hits=hits))
+
+    assert history.add(reading(0.0, a=cached(9000, 0), b=cached(500, 500))).cached is None
+    new = cached(700, 700)
+    point = history.add(reading(2.0, a=cached(9100, 64), b=cached(500, 500), c=new))
+    assert point.cached == 0.64, "a new engine's past does not count"
+    point = history.add(reading(4.0, a=cached(9100, 64), b=cached(800, 600), c=new))
+    assert point.cached == pytest.approx((64 + 100) / (100 + 300))
+    for second in range(6, 20, 2):
+        point = history.add(reading(float(second), a=cached(9100, 64), b=cached(800, 600)))
+    assert point.cached is None
 
 
 def test_engines_come_go_and_restart(front: Any) -> None:

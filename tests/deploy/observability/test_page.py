@@ -11,12 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
+from expertmesh.actors.attention.messages import EngineStats
+from expertmesh.actors.state.stats import CacheStats, StoreStats, TierStats
 from expertmesh.deploy.auth.keys import hash_key
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.engine_client import EngineUnavailable
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.observability import page
 from expertmesh.deploy.observability.events import MOST_EVENTS, Events
+from expertmesh.deploy.observability.tiers import tiers_of
 from expertmesh.deploy.openai.admin import Admin
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.served import ServedModel
@@ -80,7 +83,26 @@ def test_one_process_has_no_mesh_and_says_so() -> None:
         found = data(door)
     assert found["has_mesh"] is False and found["mesh"] is None and found["heat"] is None
     assert found["model"] == "tiny" and found["ready"] and found["points"]
-    assert found["engines"][0]["hot"][0]["kind"] == "pages"
+    assert [one["kind"] for one in found["engines"][0]["hot"]] == ["pages", "slots", "snapshots"]
+    assert [one["tier"] for one in found["engines"][0]["tiers"]] == ["hot", "hot"]
+
+
+def test_tiers_are_listed_from_the_device_down() -> None:
+    host = TierStats(capacity_bytes=1000, page_bytes=300, snapshot_bytes=20)
+    disk = TierStats(capacity_bytes=9000, other_bytes=5, read_only="full")
+    cache = CacheStats(snapshots=3, snapshots_total=16, store=StoreStats(host=host, disk=disk))
+    stats = EngineStats(
+        pages_total=8, pages_free=2, slots_total=4, slots_free=3, page_bytes=10, slot_bytes=100,
+        cache=cache,
+    )  # fmt: skip
+    found = [(t["tier"], t["kind"], t["used"], t["total"]) for t in tiers_of(stats)]
+    assert found == [
+        ("hot", "pages", 60, 80), ("hot", "slots", 100, 400), ("hot", "snapshots", 300, 1600),
+        ("host", "pages", 300, 1000), ("host", "snapshots", 20, 1000),
+        ("disk", "pages", 0, 9000), ("disk", "sessions", 5, 9000),
+    ]  # fmt: skip
+    assert [t["kind"] for t in tiers_of(stats) if t.get("closed")] == ["pages", "sessions"]
+    assert {t["tier"] for t in tiers_of(stats) if t.get("shared")} == {"disk"}
 
 
 def test_a_mesh_is_shown_with_load_members_and_events() -> None:
