@@ -15,7 +15,7 @@ class DeviceState:
     """Engine's thread only. `pages.free` counts named pages that nobody uses.
 
     Two budgets: pages that sequences do not need are all for the cache, snapshots have their own
-    places. In both, what was longest of no use makes way.
+    places. In both, what is of least use makes way.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -75,27 +75,28 @@ class DeviceState:
             self.pages.give_back(owner, [page])
         return node.page
 
-    def name_snapshot(self, header: Header, place: int) -> Node | None:
-        """From now on others find what is in this place. None when it was known already."""
+    def name_snapshot(self, header: Header, place: int, rung: bool = False) -> Node | None:
+        """From now on others find what is in this place. None when it was known already. rung: it
+        is one of a ladder, there for edits alone."""
         node = self.tree.node(header)
         if node.snapshot != NOTHING:
             self.give_place_back(place)
             return None
-        self.tree.put_snapshot(node, place)
+        self.tree.put_snapshot(node, place, rung)
         return node
 
     def take_place(self) -> int | None:
-        """Room for a snapshot; the one longest unused makes way. None when all are being written.
+        """Room for a snapshot; the one of least use makes way. None when all are being written.
 
         A sequence that starts from that one in this very step has copied it before it changes.
         """
         if self._places is None:
             return None
         if not self._places.free:
-            oldest = self.tree.oldest_snapshot()
-            if oldest is None:
+            least = self.tree.least_snapshot()
+            if least is None:
                 return None
-            self.forget_snapshot(oldest)
+            self.forget_snapshot(least)
         return self._places.take(0, 1)[0]
 
     def give_place_back(self, place: int) -> None:
@@ -123,9 +124,9 @@ class DeviceState:
         self.evicted_pages += 1
 
     def evict(self, pages: int, snapshots: int) -> None:
-        """Forgets up to so many pages that nobody uses, and snapshots, the oldest first."""
+        """Forgets up to so many pages that nobody uses, and snapshots, those of least use first."""
         self.pages.forget_idle(pages)
-        while snapshots and (node := self.tree.oldest_snapshot()) is not None:
+        while snapshots and (node := self.tree.least_snapshot()) is not None:
             self.forget_snapshot(node)
             snapshots -= 1
 

@@ -42,11 +42,12 @@ class Prefix:
     """root: of the tenant's chains. tip: the state of a session that it goes on from. switches:
     where the path of this sequence changes, see keys.py. keys: of its whole pages, made as they are
     needed. published: how many of them others can find. wanted: positions at which snapshots are
-    due. saving: those of the step under way, with their place. rungs: those of the ladder that it
-    has left. saved_at: position of the last state that a loss of this process leaves. checkpoints:
-    names of snapshots that only this sequence uses. start, shared: where it begins, and the pages
-    that it reads for that. fetch, loaded: what comes and has come from lower tiers. looked: whether
-    they were asked. hit: tokens of the prompt that the first start did not compute.
+    due. saving: those of the step under way, with their place. junction: where it parts from what
+    was known. rungs: those of the ladder that it has left. saved_at: position of the last state
+    that a loss of this process leaves. checkpoints: names of snapshots that only this sequence
+    uses. start, shared: where it begins, and the pages that it reads for that. fetch, loaded: what
+    comes and has come from lower tiers. looked: whether they were asked. hit: tokens of the prompt
+    that the first start did not compute.
     """
 
     root: bytes
@@ -57,6 +58,7 @@ class Prefix:
     published: int = 0
     wanted: list[int] = field(default_factory=list)
     saving: list[tuple[int, int]] = field(default_factory=list)
+    junction: int = 0
     rungs: list[int] = field(default_factory=list)
     saved_at: int = 0
     checkpoints: list[Name] = field(default_factory=list)

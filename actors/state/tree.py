@@ -5,10 +5,10 @@ parent's key is part of it. Latent pages and snapshots are two payloads joined b
 node has a page, few have a snapshot, and either may be gone while the other stays (kv-state 3.1).
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from expertmesh.actors.state.eviction import SnapshotOrder
 from expertmesh.actors.state.item import Header, Kind, Lineage
 from expertmesh.actors.state.pages import OwnershipError
 
@@ -32,12 +32,13 @@ class Node:
 
 
 class PrefixTree:
-    """Nodes by key. Snapshots in the order of their last use; pages have theirs in the pool."""
+    """Nodes by key. Snapshots in an order of use of their own; pages have theirs in the pool."""
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
         self._by_page: dict[int, Node] = {}
-        self._snapshots: OrderedDict[int, Node] = OrderedDict()
+        self._snapshots: dict[int, Node] = {}
+        self.order = SnapshotOrder[int]()
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -65,18 +66,16 @@ class PrefixTree:
         node.page = page
         self._by_page[page] = node
 
-    def put_snapshot(self, node: Node, snapshot: int) -> None:
+    def put_snapshot(self, node: Node, snapshot: int, rung: bool = False) -> None:
+        """rung: see SnapshotOrder."""
         node.snapshot = snapshot
         self._snapshots[snapshot] = node
+        self.order.made(snapshot, rung=rung)
 
-    def used(self, node: Node) -> None:
-        """Its snapshot has been of use just now."""
-        if node.snapshot != NOTHING:
-            self._snapshots.move_to_end(node.snapshot)
-
-    def oldest_snapshot(self) -> Node | None:
-        """The one longest unused."""
-        return next(iter(self._snapshots.values()), None)
+    def least_snapshot(self) -> Node | None:
+        """The one of least use."""
+        least = self.order.victim()
+        return None if least is None else self._snapshots[least]
 
     def drop_page(self, page: int) -> Node | None:
         """Forgets what is in this page of the device; its node, if there was one."""
@@ -90,6 +89,7 @@ class PrefixTree:
         """Forgets a node's snapshot; which one of the device it was."""
         snapshot, node.snapshot = node.snapshot, NOTHING
         del self._snapshots[snapshot]
+        self.order.gone(snapshot)
         self._prune(node)
         return snapshot
 
