@@ -13,6 +13,7 @@ from expertmesh.deploy.bench.commands import bench
 from expertmesh.deploy.command import LOCAL_URL, URL, run_command
 from expertmesh.deploy.cost.commands import cost
 from expertmesh.deploy.doctor.commands import doctor
+from expertmesh.deploy.eval.commands import evaluation
 from expertmesh.deploy.hosts.commands import cluster
 from expertmesh.deploy.routing.commands import routing
 from expertmesh.deploy.sessions.commands import sessions
@@ -36,6 +37,7 @@ app.add_typer(cluster, name="cluster")
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 app.add_typer(cost, name="cost")
+app.add_typer(evaluation, name="eval")
 app.add_typer(sessions, name="sessions")
 app.command()(verify)
 app.command()(doctor)

@@ -1,0 +1,87 @@
+"""`expertmesh eval`. Only typer is imported here, for `--help`."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from expertmesh.deploy.command import run_command
+
+evaluation = typer.Typer(
+    name="eval",
+    help="Measure what a model still knows of a long text, by where its state is kept.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+BUNDLED = Path(__file__).resolve().parents[1] / "models" / "nano"
+
+
+@evaluation.callback()
+def root() -> None:
+    """Measure what a model still knows of a long text, by where its state is kept."""
+
+
+@evaluation.command()
+def longcontext(
+    model: Annotated[
+        Optional[Path],  # noqa: UP045 (typer reads it)
+        typer.Option(help="Checkpoint folder. Default: the bundled model."),
+    ] = None,
+    task: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="One of those in deploy/eval/README.md; may be repeated. Default: all."),
+    ] = None,
+    length: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(min=256, help="Tokens of the text; may be repeated. Default: 1024, 4096."),
+    ] = None,
+    mode: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="exact, offload or select; may be repeated, the first is what the others are "
+            "compared with. Default: exact, select."
+        ),
+    ] = None,
+    probes: Annotated[int, typer.Option(min=1, help="Questions per task, length and mode.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of all texts and questions.")] = 0,
+    filler: Annotated[
+        str, typer.Option(help="prose (from templates), noise (RULER's), or a file with text.")
+    ] = "prose",
+    window: Annotated[
+        int, typer.Option(min=64, help="offload, select: last tokens that stay on the device.")
+    ] = 1024,
+    sinks: Annotated[
+        int, typer.Option(min=64, help="offload, select: first tokens that stay there.")
+    ] = 64,
+    pages: Annotated[
+        int, typer.Option(min=1, help="select: most old pages that a step reads exactly, a layer.")
+    ] = 8,
+    mass: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="select: attention mass that they should hold.")
+    ] = 0.98,
+    codec: Annotated[
+        str, typer.Option(help="raw, lossless, int8 or int4: how old pages are packed.")
+    ] = "lossless",
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder for longcontext.json and its plots."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Of this process.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Facts in noise, chains, tables, counting, and a chat's first turn: what is still known.
+
+    Everything is generated from the seed. The text is a prompt; the question and its answer go
+    through the decode path token by token, as greedy decoding would have it. A checkpoint's own
+    limit on positions is lifted for the time. Exit codes: 0 measured, 1 the engine failed, 2 wrong
+    usage, 3 no such model, 4 a broken one.
+    """
+    from expertmesh.deploy.eval.report import Wish, run_longcontext
+
+    wish = Wish(
+        model=(model or BUNDLED).absolute(), tasks=task or [], lengths=length or [1024, 4096],
+        modes=mode or ["exact", "select"], probes=probes, seed=seed, filler=filler, window=window,
+        sinks=sinks, pages=pages, mass=mass, codec=codec, out=out, threads=threads,
+        as_json=as_json,
+    )  # fmt: skip
+    run_command(run_longcontext, wish)

@@ -1,0 +1,60 @@
+"""The engine under test: a checkpoint's own engine, in this process."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from expertmesh.actors.attention.engine import Engine
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.exchange.base import LocalExchange
+from expertmesh.actors.experts.bank import ExpertBank
+from expertmesh.actors.model.checkpoint import Checkpoint
+from expertmesh.actors.model.config import load_config
+from expertmesh.actors.model.model import Model
+from expertmesh.actors.model.tokenizer import Tokenizer
+from expertmesh.actors.state.opening import open_tiers
+from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.kernels.registry import load_kernels
+
+EXPERT_BYTES = 4 << 30
+FINGERPRINT = b"subject"  # names its state; nobody else's is in a folder that it is given
+
+
+class Subject:
+    """A model that is loaded once, and engines over it, one at a time."""
+
+    def __init__(self, folder: Path, context: int, dtype: torch.dtype = torch.float32) -> None:
+        """context: tokens that a sequence may have, whatever the checkpoint promises. Raises
+        Refused for a checkpoint without a tokenizer."""
+        config = load_config(folder)
+        tokenizer = Tokenizer.load(folder, config)
+        if tokenizer is None:
+            raise Refused(ExitCode.NO_MODEL, f"{folder.name} has no tokenizer")
+        self.promised = config.max_position
+        self.tokenizer = tokenizer
+        self.config = config.model_copy(update={"max_position": max(context, self.promised)})
+        source, kernels = Checkpoint.open(folder, self.config), load_kernels()
+        experts = {layer: list(range(config.num_experts)) for layer in config.moe_layers}
+        self._exchange = LocalExchange(
+            ExpertBank(self.config, kernels, experts, source, dtype=dtype, cache_bytes=EXPERT_BYTES)
+        )
+        self._model = Model(self.config, kernels, source, dtype=dtype)
+
+    @contextmanager
+    def engine(self, settings: EngineSettings) -> Iterator[Engine]:
+        """An engine with an empty device and with the tiers that its settings name; for its caller
+        to step."""
+        state = self._model.new_state(settings.pages, settings.slots, settings.state.places)
+        arrived = threading.Event()
+        tiers = open_tiers(state.layout, settings.state, arrived.set)
+        try:
+            yield Engine(
+                self._model, state, self._exchange, settings, self.config.eos,
+                fingerprint=FINGERPRINT, store=tiers, arrived=arrived,
+            )  # fmt: skip
+        finally:
+            if tiers is not None:
+                tiers.close()
