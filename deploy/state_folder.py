@@ -8,6 +8,8 @@ import torch
 
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
+from expertmesh.actors.state.disk.seal import LEAST_BYTES
+from expertmesh.actors.state.opening import SECRET
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
@@ -22,11 +24,19 @@ def check_state_folder(
 ) -> str:
     """What to warn of, "" if nothing. Makes nothing. context: most tokens of a request.
 
-    Refused when the folder cannot be written to, or could not even hold the state of one request.
+    Refused when the folder cannot be written to, could not even hold the state of one request, or
+    is to be encrypted with a secret that is too short.
     """
     folder, limit = settings.disk, settings.disk_bytes
     if folder is None or limit is None:
         return ""
+    secret = os.environ.get(SECRET, "").encode()
+    if 0 < len(secret) < LEAST_BYTES:
+        raise Refused(
+            ExitCode.USAGE,
+            f"{SECRET} has {len(secret)} bytes; at least {LEAST_BYTES} are needed",
+            "it encrypts --state-dir; all servers that share the folder need the same",
+        )
     place = _nearest(folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         what = "cannot be written to" if place.is_dir() else "is no folder"

@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.state.opening import SECRET
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.deploy import preflight, serve_command, state_folder
 from expertmesh.deploy.cli import app
@@ -155,6 +156,16 @@ class TestFolder:
         with pytest.raises(Refused, match="cannot be written to"):
             self.look(tmp_path / "a", config)
         assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+    def test_a_secret_must_be_long(
+        self, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(SECRET, "x" * 16)
+        assert self.look(tmp_path, config) == ""
+        monkeypatch.setenv(SECRET, "x" * 15)
+        with pytest.raises(Refused, match=f"{SECRET} has 15 bytes") as refused:
+            self.look(tmp_path, config)
+        assert "xxx" not in refused.value.message
 
     def test_one_request_must_fit(self, config: ModelConfig, tmp_path: Path) -> None:
         with pytest.raises(Refused, match="a request of 4194304 tokens alone has") as refused:

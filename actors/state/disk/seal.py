@@ -12,6 +12,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from expertmesh.actors.state.disk.files import Buffer
 
+# Of a secret.
+LEAST_BYTES = 16
 NONCE_BYTES = 12
 TAG_BYTES = 16
 
@@ -20,8 +22,10 @@ class Seal:
     """secret: at least 16 bytes, of any form; all replicas that share a store have the same."""
 
     def __init__(self, secret: bytes) -> None:
-        if len(secret) < 16:
-            raise ValueError(f"the store's secret has {len(secret)} bytes, at least 16 are needed")
+        if len(secret) < LEAST_BYTES:
+            raise ValueError(
+                f"the store's secret has {len(secret)} bytes, at least {LEAST_BYTES} are needed"
+            )
         key = blake2b(secret, digest_size=32, person=b"state-disk-seal").digest()
         self._cipher = AESGCM(key)
 
