@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from expertmesh.actors.model.config import ModelConfig
-from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
 from expertmesh.actors.state.disk.seal import LEAST_BYTES
+from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
 from expertmesh.actors.state.opening import SECRET
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import StateSettings
