@@ -138,6 +138,7 @@ class GraphRunner:
         bucket = bucket_of(batch, micro)
         if bucket is None:
             return self._eager.begin(batch, state, micro)
+        state.arrive()  # a graph cannot wait for single layers
         if state is not self._state:
             self._recorded.clear()
             self._state = state

@@ -92,7 +92,7 @@ class StateCache:
     @property
     def loading(self) -> int:
         """Sequences that wait for nothing but a load that has not ended."""
-        return sum(p.fetch is not None and not p.fetch.done for p in self._fetching.values())
+        return sum(p.fetch is not None and not p.fetch.done for p in list(self._fetching.values()))
 
     def _look(self, seq: Owner) -> None:
         """Starts to load what lower tiers have, where that is sooner here than computed again."""

@@ -102,5 +102,10 @@ class ModelState:
         for one in self.filling:
             one.wait(layer)
 
+    def arrive(self) -> None:
+        """Returns when everything that is on its way here has arrived."""
+        if self.filling:
+            self.wait(self.config.num_layers - 1)
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.latents, self.kda, self.conv

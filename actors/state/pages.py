@@ -177,6 +177,10 @@ class SharedPool(Pool):
         """Whether nobody else reads it or could find it."""
         return page not in self._kept and self._users[page] == {owner}
 
+    def would_free(self, owner: int, pages: Iterable[int]) -> int:
+        """How many of its pages nobody else uses."""
+        return sum(self._users[page] == {owner} for page in pages)
+
     def owned_by(self, owner: int) -> list[int]:
         return [page for page, users in enumerate(self._users) if owner in users]
 

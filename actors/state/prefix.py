@@ -120,12 +120,12 @@ def last_start(tokens: int) -> int:
 
 
 def thin(positions: list[int], tip: int, step: int) -> list[int]:
-    """Which positions of a ladder stay when the sequence has come to `tip`: the nearest of each
-    octave of distance, so that what an edit at distance d costs is at most about d (3.2)."""
-    kept, octave = [], -1
-    for position in sorted(positions, reverse=True):
-        now = max(1, (tip - position) // step).bit_length()
-        if now != octave:
-            kept.append(position)
-            octave = now
-    return kept[::-1]
+    """Which positions of a ladder stay when the sequence has come to `tip`: the farthest of each
+    octave of distance, so that what an edit at distance d costs is about d (kv-state 3.2).
+
+    The farthest, for those are what the next octave is filled with as the tip moves on.
+    """
+    kept: dict[int, int] = {}
+    for position in sorted(positions):
+        kept.setdefault(max(1, (tip - position) // step).bit_length(), position)
+    return list(kept.values())
