@@ -6,21 +6,9 @@ import torch
 from torch import Tensor
 
 from expertmesh.actors.model.batch import NO_PAGE, PAGE_TOKENS, Batch, Span
-from expertmesh.actors.model.layers import Mla
-from expertmesh.actors.model.model import Model
 from expertmesh.actors.state.model_state import ModelState
 from expertmesh.actors.state.offload.context import Mode, Offload, OffloadedContext
-from expertmesh.actors.state.settings import StateSettings
 from tests.support.runner import Runner
-
-
-def offload_of(model: Model, settings: StateSettings, **options: int) -> Offload:
-    """With the queries' moments of the model's own weights."""
-    layers = [layer for layer in model.attention if isinstance(layer, Mla)]
-    moments = [layer.query_moment() for layer in layers]
-    return Offload(
-        settings, layers[0].rank, layers[0].scale, model.kernels.mla_decode, moments, **options
-    )
 
 
 class LongText:

@@ -80,8 +80,8 @@ class Scratch:
 class Offload:
     """What contexts of one model share.
 
-    moments: of the absorbed queries of each MLA layer [C, C] (Mla.query_moment), or None. rank: R.
-    attend: mla_decode of the model's kernels.
+    rank: R. mla_decode: of the model's kernels. moments: of the absorbed queries of each MLA layer
+    [C, C] (Mla.query_moment), or None. total: of all contexts there were.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Offload:
         rank: int,
         scale: float,
         mla_decode: Callable[..., Tensor],
-        moments: Sequence[Tensor] | None = None,
+        moments: Callable[[], Sequence[Tensor]] | None = None,
         fit_pages: int = FIT_PAGES,
     ) -> None:
         self.settings, self.rank, self.scale = settings, rank, scale
         self.mla_decode, self.moments = mla_decode, moments
-        self.fit_pages, self.scratch = fit_pages, Scratch()
+        self.fit_pages, self.scratch, self.total = fit_pages, Scratch(), Reading()
 
     def context(self, mode: Mode) -> "OffloadedContext":
         return OffloadedContext(self, mode)
@@ -113,7 +113,18 @@ class OffloadedContext:
         self._indexes: list[SketchIndex] = []
         self._recent: list[LRUCache[int, Tensor]] = []
 
+    def again(self) -> "OffloadedContext":
+        """For the same sequence from its beginning, with what was counted so far."""
+        fresh = OffloadedContext(self._shared, self.mode)
+        fresh.reading = self.reading
+        return fresh
+
     # --- which pages are where ------------------------------------------------------------------
+
+    @property
+    def cold_pages(self) -> int:
+        """How many are not on the device."""
+        return len(self._cold)
 
     def leaving(self, computed: int) -> range:
         """Pages that need not be on the device any more when so many tokens are computed."""
@@ -150,7 +161,7 @@ class OffloadedContext:
             rows = like.new_empty(count, *like.shape[1:])
             for source, out in zip(self._cold, rows, strict=True):
                 source.layer(0, layer, out)
-            moment = None if shared.moments is None else shared.moments[layer]
+            moment = None if shared.moments is None else shared.moments()[layer]
             index = SketchIndex(fit_basis(rows.flatten(0, 1), moment, shared.rank, shared.scale))
             for page in rows:
                 index.add(page)
@@ -183,8 +194,15 @@ class OffloadedContext:
         out_1HR: Tensor = self._shared.mla_decode(
             q_1HC[..., :rank], q_1HC[..., rank:], rows, table, lengths, scale
         )
-        self.reading.read_pages += len(self._cold)
+        self._count(len(self._cold), 0, len(self._cold), 0.0)
         return out_1HR[0]
+
+    def _count(self, read: int, estimated: int, loaded: int, share: float) -> None:
+        for reading in (self.reading, self._shared.total):
+            reading.read_pages += read
+            reading.loaded_pages += loaded
+            reading.estimated_pages += estimated
+            reading.estimated_share = max(reading.estimated_share, share)
 
     def _select(
         self, layer: int, q_HC: Tensor, cache: Tensor, pages: list[int], length: int, scale: float
@@ -200,29 +218,30 @@ class OffloadedContext:
             LEAST_PAGES,
             settings.select_pages,
         )
-        old_KC = self._read(layer, chosen.tolist(), cache).float()
+        old_KC, loaded = self._read(layer, chosen.tolist(), cache)
         guess_HNP[:, chosen] = float("-inf")
         rows_KC = torch.cat([hot_KC, old_KC])
         scores_HK = torch.cat([hot_HK, query_HC @ old_KC.t() * scale], dim=1)
         found = attend(rows_KC, scores_HK, guess_HNP.flatten(1), index, self._shared.rank)
-        self.reading.read_pages += len(chosen)
-        self.reading.estimated_pages += index.pages - len(chosen)
         share = float(found.estimated_H.max())
-        self.reading.estimated_share = max(self.reading.estimated_share, share)
+        self._count(len(chosen), index.pages - len(chosen), loaded, share)
         return found.out_HR.to(q_HC.dtype)
 
-    def _read(self, layer: int, chosen: list[int], cache: Tensor) -> Tensor:
-        """Rows of old pages, [n * 64, C]; those of late steps are still on the device."""
-        recent, rows = self._recent[layer], []
+    def _read(self, layer: int, chosen: list[int], cache: Tensor) -> tuple[Tensor, int]:
+        """Rows of old pages, float32 [n * 64, C]; those of late steps are still on the device. How
+        many were not."""
+        recent, rows, loaded = self._recent[layer], list[Tensor](), 0
         for at in chosen:
             page = recent.get(at)
             if page is None:
                 page = cache.new_empty(PAGE_TOKENS, cache.shape[1])
                 self._cold[at].layer(0, layer, page)
                 recent[at] = page
-                self.reading.loaded_pages += 1
+                loaded += 1
             rows.append(page)
-        return torch.cat(rows)
+        if not rows:
+            return cache.new_empty(0, cache.shape[1], dtype=torch.float32), 0
+        return torch.cat(rows).float(), loaded
 
     def _hot_rows(self, cache: Tensor, pages: list[int], length: int) -> Tensor:
         """Sinks and window, float32 [K, C]."""

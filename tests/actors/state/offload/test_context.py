@@ -10,11 +10,12 @@ from torch import Tensor
 from expertmesh.actors.model.batch import NO_PAGE
 from expertmesh.actors.model.layers import Mla
 from expertmesh.actors.state.offload.context import Offload
+from expertmesh.actors.state.offload.opening import offload_of
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.kernels.mla.torch_ops import mla_decode
 from tests.support.golden import GOLDEN
 from tests.support.latents import RANK, SCALE, correlated, moment, queries
-from tests.support.offload import LongText, offload_of
+from tests.support.offload import LongText
 from tests.support.runner import Runner
 
 PROMPT, ANSWER = 700, 80
@@ -33,6 +34,7 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
 
 def text(mode: str | None, chunk: int = 256, settings: StateSettings = NEAR) -> LongText:
     shared = offload_of(runner().model, settings, fit_pages=4)
+    assert shared is not None
     return LongText(runner(), shared, mode, chunk)  # type: ignore[arg-type]
 
 
@@ -98,7 +100,7 @@ def test_one_query_against_exact_attention(most: int, error: float) -> None:
     """The more pages are read exactly, the better."""
     rows, heads, pages = correlated(30), 3, list(range(30))
     settings = NEAR.model_copy(update={"select_pages": most, "select_mass": 1.0})
-    shared = Offload(settings, RANK, SCALE, mla_decode, [moment()], fit_pages=16)
+    shared = Offload(settings, RANK, SCALE, mla_decode, lambda: [moment()], fit_pages=16)
     context, cache = shared.context("select"), rows.clone()
     for page in context.leave(cache.unsqueeze(0), pages, len(rows)):
         cache[page * 64 : page * 64 + 64] = float("nan")
