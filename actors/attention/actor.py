@@ -39,6 +39,7 @@ from expertmesh.actors.process import Health, LoadState, Pulse, Whereabouts, set
 from expertmesh.actors.state.fingerprint import fingerprint
 from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.opening import open_tiers
+from expertmesh.actors.state.session_messages import SessionCall, SessionProblem
 from expertmesh.actors.state.tiers.store import TieredStore
 
 _log = logging.getLogger(__name__)
@@ -298,6 +299,18 @@ class AttentionActor:
         assert self._boxes is not None, "join() before stream()"
         async for message in stream(self._boxes, ingress, self._abort):
             yield message
+
+    async def session(self, call: bytes) -> bytes:
+        """SessionAnswer as msgpack, to a SessionCall."""
+        if self._loop is None:
+            reason = SessionProblem("failed", "the replica is not serving yet")
+            return msgspec.msgpack.encode(reason.answer())
+        wish = msgspec.msgpack.decode(call, type=SessionCall)
+        try:
+            answer = await asyncio.wrap_future(self._loop.engine.session(wish))
+        except EngineFailed as error:
+            answer = SessionProblem("failed", str(error)).answer()
+        return msgspec.msgpack.encode(answer)
 
     # --- watching -----------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """One attention replica's engine: receive, plan, run, publish, one step at a time.
 
-Only submit, abort, stats and has_work may be called from other threads; everything else belongs
-to the thread that steps (loop.EngineLoop, or a test).
+Only submit, abort, session, stats and has_work may be called from other threads; everything else
+belongs to the thread that steps (loop.EngineLoop, or a test).
 """
 
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +27,7 @@ from expertmesh.actors.attention.messages import (
 from expertmesh.actors.attention.sampler import NO_TOKEN, Sampled, Sampler, SamplingKernels
 from expertmesh.actors.attention.scheduler import Plan, Scheduler
 from expertmesh.actors.attention.sequence import Sequence
+from expertmesh.actors.attention.session_desk import NoSessions, SessionDesk
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.attention.step import Step, build_step
 from expertmesh.actors.attention.validation import Limits, check_request
@@ -39,7 +42,9 @@ from expertmesh.actors.state.cache import StateCache
 from expertmesh.actors.state.model_state import ModelState
 from expertmesh.actors.state.pages import Pool
 from expertmesh.actors.state.plain_cache import PlainCache, PlainState
+from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from expertmesh.actors.state.store import Store
+from expertmesh.actors.state.tip import Tip
 
 
 class ForwardModel(Protocol):
@@ -115,6 +120,10 @@ class Engine:
             eos_ids=self._eos_ids,
         )
         self.inbox = Inbox(grammars, arrived or threading.Event())
+        self.sessions: SessionDesk | NoSessions = NoSessions()
+        if isinstance(self.cache, StateCache) and store is not None:
+            self.sessions = SessionDesk(self.cache, store, self.inbox.arrived)
+        self._claiming: dict[str, GenerateRequest] = {}  # sessions that are being looked for
         self._sequences: dict[str, Sequence] = {}
         self._count = EngineStats(
             pages_total=state.pages,
@@ -131,11 +140,16 @@ class Engine:
         """Queues a request. Raises RequestRefused, EngineBusy or EngineFailed, and then nothing of
         the request remains."""
         check_request(request, self.limits)
+        self.sessions.check(request)
         self.inbox.submit(request, len(self.scheduler.running), self.settings.max_waiting)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step with finish_reason "abort". Unknown ids are ignored."""
         self.inbox.abort(request_id)
+
+    def session(self, call: SessionCall) -> "Future[SessionAnswer]":
+        """What becomes of a session. Raises EngineFailed, also out of the future."""
+        return self.sessions.ask(call)
 
     @property
     def arrived(self) -> threading.Event:
@@ -148,7 +162,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.inbox or len(self._sequences) > self.cache.loading)
+        busy = len(self._sequences) > self.cache.loading
+        return bool(self.inbox) or busy or self.sessions.has_work
 
     def stats(self) -> EngineStats:
         """A copy; the counters of one step may be seen half updated."""
@@ -159,6 +174,7 @@ class Engine:
         stats.pages_free, stats.slots_free = self.pages.free, self.slots.free
         stats.preemptions = self.scheduler.preemptions
         stats.cache = self.cache.stats()
+        stats.cache.sessions = self.sessions.count
         stats.failed = self.failed
         return stats
 
@@ -232,16 +248,21 @@ class Engine:
             for name in names
         ]
         self._sequences.clear()
+        self._claiming.clear()
+        self.sessions.close(reason)
         return outputs
 
     def _receive(self, outputs: list[TokenOutput]) -> None:
         """Requests and aborts in the order they came; constrained ones once they are compiled."""
+        self.sessions.work()
         for item in self.inbox.take():
             if isinstance(item, GenerateRequest):
                 self._admit(item, None)
             elif isinstance(item, str):
                 if item in self._sequences:
                     outputs.append(self._finish(self._sequences[item], "abort"))
+                elif item in self._claiming:
+                    outputs.append(self._turn_away(self._claiming.pop(item), "abort"))
             elif item.matcher is None:
                 outputs.append(self._turn_away(item.request, "abort"))
             else:
@@ -253,18 +274,31 @@ class Engine:
                     self._admit(item.request, matcher)
 
     def _admit(self, request: GenerateRequest, matcher: Matcher | None) -> None:
+        if not request.session:
+            self._enter(request, matcher, None)
+        else:
+            self._claiming[request.request_id] = request
+            self.sessions.claim(request, partial(self._claimed, request, matcher))
+
+    def _claimed(self, request: GenerateRequest, matcher: Matcher | None, tip: Tip | None) -> None:
+        if self._claiming.get(request.request_id) is request:  # else it was aborted meanwhile
+            del self._claiming[request.request_id]
+            self._enter(request, matcher, tip)
+
+    def _enter(self, request: GenerateRequest, matcher: Matcher | None, tip: Tip | None) -> None:
         self._submitted += 1
         due = self.scheduler.due(self._count.steps, request.priority)
         arrived = self.inbox.names[request.request_id]
         seq = Sequence(request, self._submitted, due, self._eos_ids, arrived, matcher)
         self._sequences[seq.id] = seq
-        self.cache.open(seq, request.tenant)
+        self.cache.open(seq, request.tenant, tip=tip)
         self.scheduler.add(seq)
 
     def _turn_away(
         self, request: GenerateRequest, why: FinishReason, error: Exception | None = None
     ) -> TokenOutput:
         """Ends a request that never became a sequence."""
+        self.sessions.leave(request.request_id)
         self.inbox.names.pop(request.request_id, None)
         self._count_finish(why)
         output = TokenOutput(request_id=request.request_id, prompt_tokens=len(request.prompt_ids))
@@ -391,6 +425,9 @@ class Engine:
         return output
 
     def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> TokenOutput:
+        if reason in ("stop", "length"):
+            self.sessions.save(seq)  # before its state is given back
+        self.sessions.leave(seq.id)
         self.scheduler.remove(seq)
         del self._sequences[seq.id]
         self.inbox.names.pop(seq.id, None)

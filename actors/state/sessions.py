@@ -79,11 +79,14 @@ class Sessions:
         self.store, self.device, self.settings = store, device, settings
         self.fingerprint, self._layout, self._clock = fingerprint, layout.fingerprint, clock
         self.sizes = {kind: layout.nbytes(kind) for kind in Kind}
-        self.durable = settings.disk is not None
         self._entries: dict[Name, Entry] = {}
         self._of: defaultdict[str, set[str]] = defaultdict(set)  # tenant -> living sessions
         self._pins: Counter[Name] = Counter()
         self._next_sweep = float("-inf")
+
+    @property
+    def durable(self) -> bool:
+        return self.store.durable
 
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))

@@ -76,6 +76,11 @@ class Fetch(Protocol):
 
 
 class Store(Protocol):
+    @property
+    def durable(self) -> bool:
+        """Whether there is a disk below it, in whatever state."""
+        ...
+
     def where(self, name: Name, exact: bool = True) -> Tier | None:
         """The highest tier that has it, as far as is known without looking; "hot" is never the
         answer. None also for what failed to load lately. exact: an estimate does not count."""

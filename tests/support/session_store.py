@@ -74,6 +74,7 @@ class FakeStore:
     """slow: fetches wait until a test ends them. lost: names that no fetch brings."""
 
     def __init__(self, disk: FakeDisk | None = None) -> None:
+        self.durable = disk is not None
         self.host: dict[Name, Item] = {}
         self.disk = disk or FakeDisk()
         self.pins = 0

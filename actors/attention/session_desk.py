@@ -1,0 +1,160 @@
+"""An engine's sessions: what other threads ask about them, and what its requests do with them."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from expertmesh.actors.attention.messages import EngineFailed, GenerateRequest, RequestRefused
+from expertmesh.actors.attention.sequence import Sequence
+from expertmesh.actors.state.cache import StateCache
+from expertmesh.actors.state.errands import Errands
+from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall, SessionProblem
+from expertmesh.actors.state.session_verbs import SessionVerbs
+from expertmesh.actors.state.sessions import Sessions
+from expertmesh.actors.state.store import Store
+from expertmesh.actors.state.tip import Tip
+
+_log = logging.getLogger(__name__)
+
+# Sessions of another mode hold pages that the prefix cache does not know.
+MODE = "exact"
+
+
+class SessionDesk:
+    """`ask` and `check` are for any thread, everything else for the engine's."""
+
+    def __init__(self, cache: StateCache, store: Store, arrived: threading.Event) -> None:
+        """arrived: the engine's, set when there is something to do."""
+        self._cache, self._arrived = cache, arrived
+        self.sessions = Sessions(
+            store,
+            cache.device,
+            cache.settings,
+            fingerprint=cache.fingerprint,
+            layout=cache.state.layout,
+        )
+        self._errands = Errands()
+        self._verbs = SessionVerbs(self.sessions, self._errands)
+        self._lock = threading.Lock()  # guards the next two
+        self._calls: deque[tuple[SessionCall, Future[SessionAnswer]]] = deque()
+        self._closed: str | None = None
+        self._running: dict[str, GenerateRequest] = {}  # with a session, by id
+
+    # --- any thread ---------------------------------------------------------------------------
+
+    def ask(self, call: SessionCall) -> "Future[SessionAnswer]":
+        """Raises EngineFailed, also out of the future."""
+        answer: Future[SessionAnswer] = Future()
+        with self._lock:
+            if self._closed is not None:
+                raise EngineFailed(self._closed)
+            self._calls.append((call, answer))
+        self._arrived.set()
+        return answer
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises RequestRefused when its session can never be."""
+        if not request.session:
+            return
+        if (request.kv_mode or self._cache.settings.kv_mode) != MODE:
+            raise RequestRefused(f"a session needs kv_mode {MODE}", "session_id")
+        if self.sessions.full(request.tenant, request.session):
+            most = self._cache.settings.sessions_per_tenant
+            raise RequestRefused(
+                f"there are {most} sessions already, and no more may be: delete one", "session_id"
+            )
+
+    @property
+    def count(self) -> int:
+        """Sessions that live here or on the disk, as far as is known."""
+        return len(self.sessions)
+
+    # --- the engine's thread ------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._calls) or self._errands.ready
+
+    def work(self) -> None:
+        """Takes calls, goes on with those whose loads and writes have ended. Never waits."""
+        while self._calls:
+            call, answer = self._calls.popleft()
+            if answer.set_running_or_notify_cancel():
+                self._verbs.call(call, answer.set_result)
+        self._errands.poll()
+        if self.sessions.sweep_due:
+            self.sessions.sweep()
+
+    def claim(self, request: GenerateRequest, done: Callable[[Tip | None], None]) -> None:
+        """Calls `done`, now or from `work`, with where the request goes on."""
+        self._running[request.request_id] = request
+
+        def failed(error: Exception) -> None:
+            _log.warning("session %s is not used: %s", request.session, error)
+            done(None)
+
+        steps = self.sessions.claim(request.tenant, request.session, MODE, request.prompt_ids)
+        self._errands.start(steps, done, failed)
+
+    def leave(self, request_id: str) -> None:
+        """The request has ended in a way that leaves its session as it was."""
+        self._running.pop(request_id, None)
+
+    def save(self, seq: Sequence) -> None:
+        """Its answer is complete: the session goes on from here. Before its state is given back."""
+        request = self._running.pop(seq.id, None)
+        if request is None:
+            return
+        tip, items = self._cache.save_tip(seq)
+        seed = None if seq.greedy else seq.seed
+        saved = self.sessions.save(
+            request.tenant, request.session, MODE, seq.tokens, seed, tip, items
+        )
+        if not saved:
+            _log.warning("session %s is not saved: no room for its state", request.session)
+
+    def close(self, reason: str) -> None:
+        """Ends all calls, and takes none any more."""
+        with self._lock:
+            self._closed = self._closed or reason
+            calls, self._calls = self._calls, deque()
+        for _, answer in calls:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(EngineFailed(reason))
+        self._running.clear()
+        self._errands.close(SessionProblem("failed", reason))
+
+
+class NoSessions:
+    """Of an engine that keeps nothing below its device. Its methods are those of SessionDesk."""
+
+    has_work, count = False, 0
+
+    def ask(self, call: SessionCall) -> "Future[SessionAnswer]":
+        answer: Future[SessionAnswer] = Future()
+        text = "this server keeps no sessions: it has neither host memory nor a disk for them"
+        if call.verb == "list":
+            answer.set_result(SessionAnswer(views=[]))
+        else:
+            answer.set_result(SessionProblem("unknown", text).answer())
+        return answer
+
+    def check(self, request: GenerateRequest) -> None:
+        pass
+
+    def work(self) -> None:
+        pass
+
+    def claim(self, request: GenerateRequest, done: Callable[[Tip | None], None]) -> None:
+        done(None)
+
+    def leave(self, request_id: str) -> None:
+        pass
+
+    def save(self, seq: Sequence) -> None:
+        pass
+
+    def close(self, reason: str) -> None:
+        pass
