@@ -17,6 +17,10 @@ NAMES = (
     "ledger",
     "masks",
     "compare",
+    "state_schedules",
+    "state_isolation",
+    "state_economy",
+    "state_codecs",
 )
 
 
