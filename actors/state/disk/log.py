@@ -12,6 +12,7 @@ from pathlib import Path
 from expertmesh.actors.state.disk.counters import Counters
 from expertmesh.actors.state.disk.errors import DiskFailed, DiskFull
 from expertmesh.actors.state.disk.files import Buffer, Files
+from expertmesh.actors.state.disk.index import Spot, spot
 from expertmesh.actors.state.disk.library import Found, Library
 from expertmesh.actors.state.disk.manifest import Entry, Op
 from expertmesh.actors.state.disk.reader import Allocate, Reader
@@ -40,7 +41,7 @@ class DiskLog:
         self._library, self._space, self._reader = library, space, reader
         self._counters, self._seal, self._clock = counters, seal, clock
         self._writer = library.primary
-        self._copied: set[Name] = set()
+        self._copies: set[Spot] = set()
         self._full_until = 0.0
         self._closed = False
 
@@ -95,7 +96,7 @@ class DiskLog:
         """Whether the item waits for the next sync; False: it is there already. What has a page's
         or snapshot's name has its bytes, so only a session replaces the one before.
 
-        pinned: evicted never, only removed. Raises DiskFull or DiskFailed: it is not stored then.
+        pinned: never evicted until unpinned, like what replaces it. Raises DiskFull or DiskFailed: it is not stored then.
         """
         self._check_open()
         if header.kind is not Kind.SESSION and self._have(header.name, pinned):
@@ -115,7 +116,6 @@ class DiskLog:
                     self._counters.fail("full")
                     raise
         self._full_until, self._counters.read_only = 0.0, ""
-        self._copied.discard(header.name)
         return True
 
     def _have(self, name: Name, pinned: bool) -> bool:
@@ -138,14 +138,27 @@ class DiskLog:
         nbytes = record_bytes(header, payload, self._seal)
         self._make_room(nbytes, spare)
         place = self._writer.next_place(nbytes)
-        before = self._library.find(header.name) if header.kind is Kind.SESSION else None
-        stamp = max(time.time_ns(), before.entry.stamp + 1 if before else 0)
         entry = Entry(
-            Op.PUT, header.kind, header.key, place, raw_bytes, header.position, stamp, pinned
+            Op.PUT,
+            header.kind,
+            header.key,
+            place,
+            raw_bytes,
+            header.position,
+            time.time_ns(),
+            pinned,
         )
+        for before in self._before(header.name):
+            newer = max(entry.stamp, before.stamp + 1)
+            entry = entry._replace(stamp=newer, pinned=entry.pinned or before.pinned)
         buffers = encode(header, codec, raw_bytes, payload, place, self._seal)
         self._writer.append(entry, buffers)
         self._counters.wrote(1, nbytes, time.perf_counter() - began)
+
+    def _before(self, name: Name) -> list[Entry]:
+        """What a new item of this name replaces, and whose pin it therefore keeps."""
+        found, waiting = self._library.find(name), self._writer.pending.get(name)
+        return [*([found.entry] if found else []), *([waiting] if waiting else [])]
 
     def _make_room(self, nbytes: int, spare: bool) -> None:
         """A segment in which the next record fits, under the cap. Raises DiskFull."""
@@ -186,7 +199,7 @@ class DiskLog:
             return False
         payload = [record.payload]
         self._write(record.header, record.codec, record.raw_bytes, payload, True, spare=True)
-        self._copied.add(name)
+        self._copies.add(spot(self._writer.pending[name].place))
         return True
 
     def sync(self) -> list[Name]:
@@ -202,10 +215,10 @@ class DiskLog:
         done, self._writer.committed = self._writer.committed, []
         for entry in done:
             self._library.touch(entry)
-        names = dict.fromkeys(entry.name for entry in done if entry.name not in self._copied)
-        self._copied.clear()
+        names = [entry.name for entry in done if spot(entry.place) not in self._copies]
+        self._copies.clear()
         self._counters.wrote(0, 0, time.perf_counter() - began)
-        return list(names)
+        return list(dict.fromkeys(names))
 
     def remove(self, names: Sequence[Name]) -> None:
         """Wherever copies are. They are gone for readers at once, for good with the next sync."""

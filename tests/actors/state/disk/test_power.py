@@ -1,0 +1,112 @@
+"""Every promise holds after a power failure or a kill at any operation (kv-state 3.8, goal G3)."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from expertmesh.actors.state.disk import log as log_module
+from tests.actors.state.disk.crashes import Crashes
+from tests.actors.state.disk.simulated import Disk, SimulatedFiles
+from tests.actors.state.disk.workload import Corrupt, Lost, Workload, open_log
+
+
+@pytest.mark.parametrize("evicting", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_cut_off_at_every_operation(seed: int, evicting: bool) -> None:
+    crashes = Crashes(seed, evicting)
+    crashes.run(steps=60)
+    assert crashes.points > 50 and crashes.items > 100
+    assert crashes.evictions > 0 or not evicting
+
+
+def test_cut_off_again_while_it_recovers() -> None:
+    workload, disk, rng = Workload(5), Disk(), random.Random(5)
+    log = open_log(SimulatedFiles(disk))
+    for _ in range(60):
+        workload.step(log)
+    points = 0
+
+    def after(operation: str) -> None:
+        nonlocal points
+        points += 1
+        workload.verify(open_log(SimulatedFiles(again.after_power_failure(rng))))
+
+    for _ in range(20):
+        again = disk.after_power_failure(rng)
+        workload.verify(open_log(SimulatedFiles(again, after)))
+    assert points > 60
+
+
+def test_goes_on_where_it_was_cut_off() -> None:
+    """Twenty lives of one disk, each ended by a power failure."""
+    workload, disk, rng = Workload(6), Disk(), random.Random(6)
+    for _ in range(20):
+        log = open_log(SimulatedFiles(disk))
+        workload.verify(log)
+        workload.forget_unacknowledged(log)
+        for _ in range(rng.randrange(30)):
+            workload.step(log)
+        disk = disk.after_power_failure(rng)
+    assert len(workload.promised) > 50
+
+
+class Lying(SimulatedFiles):
+    """Says that it has synced files whose names contain `about`, or folders, and has not."""
+
+    def __init__(self, disk: Disk, after: Callable[[str], None], *, about: str) -> None:
+        super().__init__(disk, after)
+        self._about = about
+
+    def sync(self, fd: int) -> None:
+        if self._about not in self._open[fd][0].name:
+            super().sync(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        if self._about != "folder":
+            super().sync_folder(path)
+
+
+@pytest.mark.parametrize("what", [".seg", "manifest", "folder"])
+def test_the_check_notices_a_missing_sync(what: str) -> None:
+    """What a disk that lies loses is noticed, and still it never returns a wrong byte."""
+    with pytest.raises(Lost):
+        for seed in range(20):
+            Crashes(seed, evicting=False, files=partial(Lying, about=what)).run(steps=60)
+
+
+def test_the_check_notices_an_eviction_of_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evict(self: log_module.DiskLog) -> bool:
+        found = log_module.victim(self._library.writers)
+        if found is not None:
+            found.writer.drop(found.segment)
+        return found is not None
+
+    monkeypatch.setattr(log_module.DiskLog, "_evict", evict)
+    with pytest.raises(Lost):
+        for seed in range(20):
+            Crashes(seed, evicting=True).run(steps=60)
+
+
+def test_the_check_notices_an_unverified_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertmesh.actors.state.disk.record.xxhash.xxh3_128_digest", Always())
+    with pytest.raises((Corrupt, Lost)):
+        for seed in range(20):
+            Crashes(seed, evicting=False, files=partial(Lying, about=".seg")).run(steps=60)
+
+
+class Always:
+    """Equal to any digest."""
+
+    def __call__(self, data: object) -> "Always":
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
