@@ -58,6 +58,10 @@ class TieredStore:
             Worker("deadlines", self._tick),
         ]
 
+    @property
+    def durable(self) -> bool:
+        return self._cold is not None
+
     def where(self, name: Name, exact: bool = True) -> Tier | None:
         entry = self._host.entries.get(name)
         if entry is not None and (entry.content.exact or not exact):
