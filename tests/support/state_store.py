@@ -87,6 +87,7 @@ class MemoryStore:
     loads: int = 0
     failed: int = 0
     puts: int = 0
+    durable: bool = False
 
     def where(self, name: Name) -> Tier | None:
         found = self.stored.get(name)
