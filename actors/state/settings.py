@@ -63,6 +63,9 @@ class StateSettings(BaseModel):
     write_timeout_s: float = Field(
         10.0, gt=0, description="A write that takes longer closes the tier to writes for a while."
     )
+    write_bytes_per_s: float = Field(
+        64e6, gt=0, description="Writes that only serve the cache; what sessions save goes at once."
+    )
     queue: int = Field(
         256, ge=1, description="Items that may wait for a tier; what does not fit is not stored."
     )
