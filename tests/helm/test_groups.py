@@ -32,7 +32,8 @@ H200 = next(path for path in PRESETS if "h200" in path.name)
 
 
 def test_both_pools_differ_only_in_what_they_are() -> None:
-    objects = render(H200, **{"experts.slotsPerActor": None})
+    same = {"state.disk.type": "none", "state.encryption.existingSecret": ""}
+    objects = render(H200, **{"experts.slotsPerActor": None}, **same)
     one, two = (copy.deepcopy(groups(objects)[name]["template"]) for name in POOLS)
     for template, name in zip((one, two), POOLS, strict=True):
         assert template["metadata"]["labels"].pop("app.kubernetes.io/component") == name

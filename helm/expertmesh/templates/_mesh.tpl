@@ -95,7 +95,8 @@ auth:
 
 {{- define "expertmesh.serveConfig" -}}
 {{- $v := .Values -}}
-{{- $mesh := mergeOverwrite (deepCopy (default dict $v.mesh)) (include "expertmesh.mesh" . | fromYaml) -}}
+{{- $state := dict "engine" (dict "state" (include "expertmesh.state" . | fromYaml)) -}}
+{{- $mesh := mergeOverwrite (deepCopy (default dict $v.mesh)) (include "expertmesh.mesh" . | fromYaml) $state -}}
 {{- $edge := mergeOverwrite (deepCopy (default dict $v.edge)) (include "expertmesh.edge" . | fromYaml) -}}
 {{- $args := dict "served_model_name" $v.model.name "front_doors" (int64 $v.frontDoor.replicas) "mesh" $mesh -}}
 {{- with $v.model.maxLength }}{{ $_ := set $args "max_model_len" (int64 .) }}{{ end -}}

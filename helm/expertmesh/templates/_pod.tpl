@@ -66,6 +66,11 @@ spec:
         {{- toYaml .ports | nindent 8 }}
       env:
         {{- include "expertmesh.env" $root | nindent 8 }}
+        {{- if eq .component "attention" }}
+        {{- with include "expertmesh.stateEnv" $root }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- end }}
         {{- with concat (default list $v.extraEnv) (default list $group.extraEnv) }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -92,6 +97,9 @@ spec:
         {{- if ne $v.model.source "bundled" }}
         - {name: model, mountPath: {{ $v.model.mountPath | quote }}, readOnly: true}
         {{- end }}
+        {{- if and (eq .component "attention") (ne $v.state.disk.type "none") }}
+        - {name: state, mountPath: {{ $v.state.disk.mountPath | quote }}}
+        {{- end }}
         {{- with $v.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -112,6 +120,10 @@ spec:
     {{- if ne $v.model.source "bundled" }}
     - name: model
       {{- include "expertmesh.modelVolume" $root | nindent 6 }}
+    {{- end }}
+    {{- if and (eq .component "attention") (ne $v.state.disk.type "none") }}
+    - name: state
+      {{- include "expertmesh.stateVolume" $root | nindent 6 }}
     {{- end }}
     {{- with $v.extraVolumes }}
     {{- toYaml . | nindent 4 }}

@@ -97,6 +97,7 @@
 {{- fail (printf "frontDoor.terminationGracePeriodSeconds %v must exceed drain.endpointSeconds + drain.seconds = %d, or streams are cut" $grace $drain) }}
 {{- end }}
 
+{{- include "expertmesh.validateState" . }}
 {{- $own := include "expertmesh.mesh" . | fromYaml }}
 {{- range $key := keys $own | sortAlpha }}
 {{- if hasKey (default dict $v.mesh) $key }}
