@@ -73,13 +73,16 @@ def _depth_panel(axis: Axes, depths: list[list[tuple[int, int]]]) -> None:
     for x, column in enumerate(depths):
         for y, (right, n) in enumerate(column):
             if n:
-                axis.text(x, y, f"{right}/{n}", ha="center", va="center", fontsize=7)
+                dark = not 0.2 < right / n < 0.9
+                axis.text(
+                    x, y, f"{right}/{n}", ha="center", va="center", fontsize=7,
+                    color="white" if dark else "black",
+                )  # fmt: skip
 
 
 def _deep(cells: Sequence[Cell], task: str) -> bool:
-    """Whether its answers stand at more than one depth."""
-    asked = {b for c in cells if c.task == task for b, (_, n) in enumerate(c.depths) if n}
-    return len(asked) > 1
+    """Whether its answers stand anywhere but at the beginning."""
+    return any(n for c in cells if c.task == task for _, n in c.depths[1:])
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:
