@@ -97,8 +97,9 @@ def load(files: Files, path: Path, number: int) -> State:
             sequence = None
         # The newest checkpoint begins a generation even when it has become unreadable.
         state.generation = max([*known, *logs, 0])
-        if not logs or logs[-1] != state.generation:
+        if state.generation not in logs:
             state.offset = 0
+            state.damaged += bool(known)
         return state
 
 

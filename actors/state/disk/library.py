@@ -31,13 +31,15 @@ def folder_path(root: Path, number: int) -> Path:
 
 class Library:
     """writers: the first takes new records, others are folders of dead processes that were adopted
-    to evict from them. dead: places not to be read any more, whatever an index says."""
+    to evict from them. dead: places not to be read any more, whatever an index says. failed:
+    folders that could not be opened or read, each time."""
 
     def __init__(self, files: Files, root: Path, primary: Writer) -> None:
         self._files, self.root = files, root
         self.writers = [primary]
         self.views: dict[int, FolderView] = {}
         self.dead: set[Spot] = set()
+        self.failed = 0
         self._lost: deque[tuple[Entry, bool]] = deque()
         self._ticks = itertools.count(1)
         self._order: tuple[Writer | FolderView, ...] = (primary,)
@@ -47,15 +49,29 @@ class Library:
         """Takes the first folder that nobody writes, or makes one. Raises DiskFailed."""
         with named(f"opening {root}"):
             files.make_folder(root)
+            known = {path.name for path in files.folders(root)}
+        failed = 0
         for number in range(1, MOST_FOLDERS):
             path = folder_path(root, number)
-            with named(f"making {path}"):
-                files.make_folder(path)
-                files.sync_folder(root)
-            primary = Writer.acquire(files, path, number)
+            try:
+                with named(f"making {path}"):
+                    files.make_folder(path)
+                    files.sync_folder(root)
+                primary = Writer.acquire(files, path, number)
+            except DiskFailed:
+                # A folder with a bad sector does not take the others along.
+                if path.name not in known:
+                    raise
+                failed += 1
+                continue
             if primary is not None:
                 library = cls(files, root, primary)
-                library.refresh()
+                library.failed = failed
+                try:
+                    library.refresh()
+                except DiskFailed:
+                    primary.let_go()
+                    raise
                 return library
         raise DiskFailed(f"{root} has {MOST_FOLDERS} folders, all in use", "busy")
 
@@ -103,6 +119,13 @@ class Library:
         self.dead.add(spot(entry.place))
         self._lost.append((entry, lasting))
 
+    def take_failures(self) -> int:
+        """How many operations have failed, without loss of data, since the last call."""
+        count, self.failed = self.failed, 0
+        for writer in self.writers:
+            count, writer.untidy = count + writer.untidy, 0
+        return count
+
     def bury(self) -> None:
         """Writes down what readers have found damaged in our own folders."""
         while self._lost:
@@ -148,7 +171,10 @@ class Library:
             if path.name.startswith(PREFIX) and tail.isdigit() and int(tail) not in mine:
                 view = self.views.setdefault(int(tail), FolderView(self._files, path, int(tail)))
                 before = view.damaged
-                view.refresh()
+                try:
+                    view.refresh()
+                except DiskFailed:
+                    self.failed += 1
                 damaged += view.damaged - before
         self._reorder()
         self._heed()
@@ -157,7 +183,11 @@ class Library:
     def adopt(self) -> None:
         """Makes folders ours whose writers are dead."""
         for number, view in list(self.views.items()):
-            writer = Writer.acquire(self._files, view.path, number)
+            try:
+                writer = Writer.acquire(self._files, view.path, number)
+            except DiskFailed:
+                self.failed += 1
+                continue
             if writer is not None:
                 self.writers.append(writer)
                 del self.views[number]

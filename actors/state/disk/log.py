@@ -96,7 +96,8 @@ class DiskLog:
         """Whether the item waits for the next sync; False: it is there already. What has a page's
         or snapshot's name has its bytes, so only a session replaces the one before.
 
-        pinned: never evicted until unpinned, like what replaces it. Raises DiskFull or DiskFailed: it is not stored then.
+        pinned: never evicted until unpinned, like what replaces it. Raises DiskFull or DiskFailed:
+        it is not stored then, and only what sync returns later of the others.
         """
         self._check_open()
         if header.kind is not Kind.SESSION and self._have(header.name, pinned):
@@ -217,6 +218,7 @@ class DiskLog:
             self._library.touch(entry)
         names = [entry.name for entry in done if spot(entry.place) not in self._copies]
         self._copies.clear()
+        self._counters.fail("io", self._library.take_failures())
         self._counters.wrote(0, 0, time.perf_counter() - began)
         return list(dict.fromkeys(names))
 
@@ -246,6 +248,7 @@ class DiskLog:
         where they have no room and we more than a share. Raises DiskFailed."""
         self._check_open()
         self._counters.fail("manifest", self._library.refresh())
+        self._counters.fail("io", self._library.take_failures())
         if self._space.crowded(self._library.writers, self._library.replicas):
             self._library.adopt()
             if self._space.crowded(self._library.writers, self._library.replicas):
@@ -274,6 +277,11 @@ class DiskLog:
         """What a read of it reads."""
         found = self._library.find(name)
         return found.entry.place.nbytes if found else None
+
+    def position(self, name: Name) -> int | None:
+        """Of the one that a read would give. No I/O."""
+        found = self._library.find(name)
+        return found.entry.position if found else None
 
     def positions(self, kind: Kind) -> dict[Name, int]:
         """Position of everything of a kind. O(items)."""

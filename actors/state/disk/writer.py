@@ -284,18 +284,24 @@ class Writer:
                 self._files.sync(fd)
             finally:
                 self._files.close(fd)
-            self._files.rename(temporary, target)
-            self._manifest = self._files.create(manifest_path(self.path, self._generation))
-            self._offset = self._entries = 0
-            self._files.sync_folder(self.path)
-            self._forget_generations(before=self._generation - 1)
+            # Readers look for the index: what goes with it is there before.
+            manifest = self._files.create(manifest_path(self.path, self._generation))
+            try:
+                self._files.rename(temporary, target)
+                self._files.sync_folder(self.path)
+            except BaseException:
+                self._files.close(manifest)
+                raise
+        self._manifest, self._offset, self._entries = manifest, 0, 0
+        self._tried(self._forget_generations, self._generation - 1)
 
     def _forget_generations(self, before: int) -> None:
-        names = self._files.names(self.path)
-        for kind, path in (("index", index_path), ("manifest", manifest_path)):
-            for generation in generations(names, kind):
-                if generation < before:
-                    self._files.unlink(path(self.path, generation))
+        with named(f"tidying up {self.path}"):
+            names = self._files.names(self.path)
+            for kind, path in (("index", index_path), ("manifest", manifest_path)):
+                for generation in generations(names, kind):
+                    if generation < before:
+                        self._files.unlink(path(self.path, generation))
 
     def prune_elsewhere(self, living: set[int]) -> None:
         """Forgets what it said of records in other folders whose segments are gone."""
@@ -316,6 +322,10 @@ class Writer:
             self.commit()
             self._begin_generation()
         finally:
-            self._end_generation()
-            self._files.close(self._lock)
-            self._lock = -1
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Leaves the folder to others as it is."""
+        self._end_generation()
+        self._files.close(self._lock)
+        self._lock = -1

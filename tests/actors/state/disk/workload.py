@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from expertmesh.actors.state.disk.errors import DiskFailed, DiskFull
+from expertmesh.actors.state.disk.errors import DiskFull
 from expertmesh.actors.state.disk.files import Files
 from expertmesh.actors.state.disk.log import DiskLog
 from expertmesh.actors.state.item import Header, Kind, Name
@@ -124,11 +124,7 @@ class Workload:
             waiting.pop()
 
     def sync(self, log: DiskLog) -> None:
-        try:
-            done = set(log.sync())
-        except DiskFailed:
-            self._waiting.clear()
-            raise
+        done = set(log.sync())
         for name, waiting in self._waiting.items():
             known = name in self.promised and name.kind is not Kind.SESSION
             if waiting and (name in done or known):

@@ -1,0 +1,171 @@
+"""What changes on the disk, and what the disk refuses, is a counted miss or an error."""
+
+import errno
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from expertmesh.actors.state.disk.errors import DiskFailed, DiskFull
+from expertmesh.actors.state.disk.log import FULL_PAUSE_S, DiskLog
+from expertmesh.actors.state.item import Kind
+from tests.actors.state.disk.damage import KINDS, Patient
+from tests.actors.state.disk.simulated import Disk, SimulatedFiles
+from tests.actors.state.disk.workload import LAYOUT, ROOT, SEGMENT, Workload, header, open_log
+
+WAIT_S = 30.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_a_miss_with_a_counter(kind: str) -> None:
+    patient = Patient(seed=3)
+    for _ in range(40):
+        patient.trial(kind)
+
+
+def test_a_damaged_page_is_written_again_and_stays_gone_until_then() -> None:
+    disk = Disk()
+    log = open_log(SimulatedFiles(disk))
+    log.append(header(1), "raw", 5, [b"bytes"])
+    log.sync()
+    (segment,) = (path for path in disk.names if path.suffix == ".seg")
+    disk.names[segment].data[100] ^= 1
+    assert log.has(header(1).name) and log.read(header(1).name) is None
+    assert not log.has(header(1).name) and log.read(header(1).name) is None
+    assert log.damage == {"header": 1}
+    log.sync()
+    assert not open_log(SimulatedFiles(disk.after_kill())).has(header(1).name)
+    assert log.append(header(1), "raw", 5, [b"bytes"])
+    log.sync()
+    assert log.read(header(1).name) is not None
+
+
+def test_another_secret_is_a_miss_and_deletes_nothing() -> None:
+    disk = Disk()
+    for secret, found in ((b"a" * 16, False), (b"b" * 16, False), (None, False), (b"a" * 16, True)):
+        log = open_log(SimulatedFiles(disk), secret=secret)
+        assert (log.read(header(1).name) is not None) == found
+        if secret == b"a" * 16 and not found:
+            log.append(header(1), "raw", 5, [b"bytes"])
+        log.close()
+
+
+class Fault:
+    """Refuses an operation from its `first` to its `last` time."""
+
+    def __init__(self, operation: str, number: int, first: int, last: int) -> None:
+        self.operation, self.number = operation, number
+        self.first, self.last = first, last
+        self.seen = self.injected = 0
+        self.armed = True
+
+    def __call__(self, operation: str, path: Path) -> None:
+        if self.armed and operation == self.operation:
+            self.seen += 1
+            if self.first <= self.seen <= self.last:
+                self.injected += 1
+                raise OSError(self.number, "injected", str(path))
+
+
+WRITES = ("create", "allocate", "write", "sync", "sync_folder", "rename", "unlink", "truncate")
+READS = ("open", "read", "names", "folders", "allocated", "lock")
+
+
+@pytest.mark.parametrize("operation", WRITES + READS)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["eio", "enospc"])
+@pytest.mark.parametrize("evicting", [False, True])
+def test_refused_operations_cost_no_promise(operation: str, number: int, evicting: bool) -> None:
+    """Neither at once, nor when the power fails before or after the disk has recovered. Without
+    room one segment is evicted, whose pinned part is copied on."""
+    for seed in range(2):
+        rng = random.Random(seed)
+        first = rng.randrange(1, 9)
+        fault = Fault(operation, number, first, first + rng.randrange(4))
+        workload, disk = Workload(seed), Disk()
+        segments = 6 if evicting else 64
+        may_evict = evicting or number == errno.ENOSPC
+        fault.armed = False
+        log = open_log(SimulatedFiles(disk, fail=fault), segments=segments)
+        fault.armed, failures = True, 0
+        for _ in range(60):
+            try:
+                workload.step(log)
+            except DiskFailed:
+                failures += 1
+                later = open_log(SimulatedFiles(disk.after_power_failure(rng)), segments=segments)
+                workload.verify(later, may_evict)
+        fault.armed = False
+        workload.verify(log, may_evict)
+        later = open_log(SimulatedFiles(disk.after_power_failure(rng)), segments=segments)
+        workload.verify(later, may_evict)
+        stats = log.stats()
+        noticed = failures + workload.refused + stats.evictions + stats.failures.get("io", 0)
+        assert not fault.injected or noticed, fault.first
+
+
+def test_a_folder_that_cannot_be_used_says_so() -> None:
+    with pytest.raises(DiskFailed, match="injected") as caught:
+        open_log(SimulatedFiles(Disk(), fail=Fault("make_folder", errno.EACCES, 1, 1)))
+    assert caught.value.reason == "io"
+
+
+def test_full_evicts_one_segment_then_refuses_for_a_while() -> None:
+    now = [0.0]
+    fault = Fault("allocate", errno.ENOSPC, 5, 10**9)
+    log = DiskLog.open(
+        ROOT,
+        capacity=64 * SEGMENT,
+        layout=LAYOUT,
+        segment_bytes=SEGMENT,
+        files=SimulatedFiles(Disk(), fail=fault),
+        clock=lambda: now[0],
+    )
+    number = 0
+    with pytest.raises(DiskFull):
+        while True:
+            log.append(header(number), "raw", 5, [bytes(5000)])
+            log.sync()
+            number += 1
+    assert log.stats().read_only == "full" and log.stats().failures == {"full": 1}
+    kept, tried = len(log.names(Kind.PAGE)), fault.injected
+    assert 0 < kept < number and tried == 2
+    with pytest.raises(DiskFull, match="a moment ago"):
+        log.append(header(number), "raw", 5, [bytes(5000)])
+    assert fault.injected == tried
+    now[0] += FULL_PAUSE_S
+    with pytest.raises(DiskFull):
+        log.append(header(number), "raw", 5, [bytes(5000)])
+    assert fault.injected == tried + 1 and len(log.names(Kind.PAGE)) == kept
+    now[0] += FULL_PAUSE_S
+    fault.last = 0
+    assert log.append(header(number), "raw", 5, [bytes(5000)])
+    assert log.stats().read_only == "" and log.sync() == [header(number).name]
+
+
+def test_a_sync_that_hangs_blocks_no_reader() -> None:
+    released, entered = threading.Event(), threading.Event()
+
+    def stall(operation: str, path: Path) -> None:
+        if operation == "sync" and stalling:
+            entered.set()
+            assert released.wait(WAIT_S)
+
+    stalling = False
+    log = open_log(SimulatedFiles(Disk(), fail=stall))
+    log.append(header(1), "raw", 5, [b"bytes"])
+    log.sync()
+    stalling = True
+    log.append(header(2), "raw", 5, [b"bytes"])
+    done: list[object] = []
+    writer = threading.Thread(target=lambda: done.extend(log.sync()))
+    writer.start()
+    try:
+        assert entered.wait(WAIT_S)
+        assert log.read(header(1).name) is not None
+        assert log.read(header(2).name) is None and not log.has(header(2).name)
+        assert log.stats().items == 1 and log.names(Kind.PAGE) == [header(1).name]
+    finally:
+        released.set()
+        writer.join(WAIT_S)
+    assert done == [header(2).name]
