@@ -36,6 +36,15 @@ class Breaker:
         self._probing = self._until is not None
         return True
 
+    @property
+    def tripped(self) -> bool:
+        """Whether it was opened and has not seen a success since."""
+        return self._until is not None
+
+    def abandoned(self) -> None:
+        """What was allowed has ended without telling anything."""
+        self._probing = False
+
     def succeeded(self) -> None:
         self._failures, self._pause_s = 0, self._first_s
         self._until, self._probing = None, False
@@ -46,6 +55,10 @@ class Breaker:
             self._pause_s = min(2 * self._pause_s, self._most_s)
         elif self._failures < self._limit or self._until is not None:
             return  # not yet, or a straggler that was asked before it opened
+        self.trip()
+
+    def trip(self) -> None:
+        """Opens it now."""
         self._until, self._probing = self._clock() + self._pause_s, False
         self.opened += 1
 
@@ -59,13 +72,13 @@ class WriteLimit:
         self._per_second, self._burst = per_second, burst
         self._level, self._at = burst, clock()
 
-    def take(self, nbytes: int) -> bool:
+    def take(self, nbytes: int, owed: bool = False) -> bool:
         """Whether so many bytes may be written now. A full bucket lets anything through once, so
-        that nothing is too large for ever."""
+        that nothing is too large for ever; what is owed goes at once, at the others' expense."""
         now = self._clock()
         self._level = min(self._burst, self._level + (now - self._at) * self._per_second)
         self._at = now
-        if nbytes > self._level and self._level < self._burst:
+        if not owed and nbytes > self._level and self._level < self._burst:
             return False
         self._level -= nbytes
         return True

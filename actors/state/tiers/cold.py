@@ -1,40 +1,105 @@
-"""The cold tier as the store sees it: the segment log, and when to leave it alone."""
+"""Reading the cold tier: the segment log, and when to leave it alone."""
 
+import time
+from collections import Counter
 from typing import NamedTuple
 
-from expertmesh.actors.state.item import Name
+from expertmesh.actors.state.codec.packed import BadPayload, Packed
+from expertmesh.actors.state.disk.errors import DiskFailed
+from expertmesh.actors.state.disk.log import DiskLog
+from expertmesh.actors.state.item import Kind, Name, StateLayout
 from expertmesh.actors.state.stats import TierStats
+from expertmesh.actors.state.tiers.bandwidth import Bandwidth
 from expertmesh.actors.state.tiers.breaker import Breaker, Clock
 from expertmesh.actors.state.tiers.content import Stored
 from expertmesh.actors.state.tiers.fetch import LoadedItem
 from expertmesh.actors.state.tiers.negative import NegativeCache
 
+# What says that the device is ill, and not that an item is missing.
+ILL = frozenset({"timeout", "io", "error"})
+
 
 class DiskRead(NamedTuple):
-    """item: exact, as the disk has it. kept: what of it stays in host memory."""
+    """item: exact, as the disk has it. kept: what of it stays in host memory. seconds: of all, and
+    of a hash over the bytes, which is made twice: for the disk's and for the memory's sake."""
 
     item: LoadedItem
     kept: Stored
     seconds: float
+    verify_seconds: float
 
 
 class ColdTier:
-    """What is known of the disk's health."""
+    """What can be had from the disk. `read` blocks and needs no lock; the rest only looks at memory
+    and is called with the store's lock held."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.stats = TierStats()
-        self.reads = Breaker(clock)
+    def __init__(self, log: DiskLog, layout: StateLayout, clock: Clock) -> None:
+        self.log, self._layout = log, layout
+        self.breaker = Breaker(clock)
         self.negative = NegativeCache(clock)
+        self.speed = Bandwidth(5e8, 1e-3)
+        self.hits = self.misses = 0
+        self.failures: Counter[str] = Counter()
+        self.down = ""  # why nothing is read any more
 
     def has(self, name: Name) -> bool:
-        return False
+        """Whether it is worth asking for."""
+        return not self.down and self.log.has(name) and name not in self.negative
 
-    def read(self, name: Name) -> DiskRead | str:
-        return "missing"
+    def newer(self, name: Name, position: int) -> bool:
+        """Whether another replica has replaced what we know: only manifests have versions, and
+        their position is it."""
+        if name.kind is not Kind.SESSION:
+            return False
+        found = self.log.position(name)
+        return found is not None and found > position
+
+    def tell(self, stats: TierStats) -> None:
+        """Adds what only we have counted."""
+        stats.hits, stats.misses = self.hits, self.misses
+        add_failures(stats, self.failures)
+        stats.read_only = stats.read_only or self.down
+
+    def allow(self) -> bool:
+        return self.breaker.allow()
 
     def judge(self, reason: str) -> None:
-        """What a fetch that asked the disk says of its health."""
-        if reason in ("timeout", "io", "error"):
-            self.reads.failed()
-        elif reason != "cancelled":
-            self.reads.succeeded()
+        """How a fetch that was allowed has ended."""
+        if reason in ILL:
+            self.breaker.failed()
+        elif reason in ("cancelled", "busy", "closed"):
+            self.breaker.abandoned()
+        else:
+            if self.breaker.tripped:
+                self.negative.next_generation()
+            self.breaker.succeeded()
+
+    def read(self, name: Name) -> DiskRead | str:
+        """A verified item, or why there is none: missing, corrupt, io, closed. Any thread."""
+        start = time.perf_counter()
+        try:
+            record = self.log.read(name)
+        except DiskFailed as error:
+            return error.reason
+        if record is None:
+            return "missing"
+        header = record.header
+        if header.name != name or header.layout != self._layout.fingerprint:
+            return "corrupt"
+        try:
+            packed = Packed.parse(record.payload, self._layout.parts(name.kind))
+        except BadPayload:
+            return "corrupt"
+        hashing = time.perf_counter()
+        whole = Stored(packed)
+        verify_seconds = 2 * (time.perf_counter() - hashing)
+        base = packed.base()
+        kept = whole if base is packed else Stored(base)
+        item = LoadedItem(header, whole, "disk")
+        return DiskRead(item, kept, time.perf_counter() - start, verify_seconds)
+
+
+def add_failures(stats: TierStats, more: Counter[str]) -> None:
+    """Those that the log has counted itself are not counted twice."""
+    for reason, times in more.items():
+        stats.failures[reason] = max(times, stats.failures.get(reason, 0))

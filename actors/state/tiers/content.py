@@ -13,7 +13,11 @@ from expertmesh.actors.state.settings import Codec
 
 
 class Content(Protocol):
-    """What an entry of the host tier holds. Immutable: readers need no lock."""
+    """What an entry of the host tier holds. Immutable: readers need no lock. packed: None before it
+    is."""
+
+    @property
+    def packed(self) -> Packed | None: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -37,6 +41,7 @@ class Unpacked:
 
     def __init__(self, item: Item) -> None:
         self.item = item
+        self.packed = None
         self.nbytes = self.raw_bytes = item.nbytes
         self.exact = True
 

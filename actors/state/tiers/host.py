@@ -1,7 +1,9 @@
 """The warm tier: packed items in host memory under a byte budget."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import msgspec
 
 from expertmesh.actors.state.item import Header, Kind, Name
 from expertmesh.actors.state.stats import TierStats
@@ -13,23 +15,20 @@ from expertmesh.actors.state.tiers.frequency import FrequencySketch
 HIGH, LOW = 0.85, 0.70  # of the capacity: where eviction starts, and where it ends
 
 
-class Demotion(NamedTuple):
-    """What a reclaim wants copied to the disk before it leaves, and what it has dropped."""
-
-    copy: list[Name]
-    dropped: int
-
-
 class HostTier:
     """Entries by name. Only bookkeeping: threads, packing and disk belong to the store.
 
     Not synchronised: the store's lock is held around every call.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, below: Callable[[Name], bool] = lambda name: False) -> None:
+        """below: whether the tier below has a name already."""
+        self.capacity, self._below = capacity, below
         self.entries: dict[Name, Entry] = {}
-        self.stats = TierStats(capacity_bytes=capacity)
+        self.hits = self.misses = self.refused = 0
+        self.failures: Counter[str] = Counter()
+        self.read_only = ""
+        self._counts = TierStats(capacity_bytes=capacity)
         self.seen = FrequencySketch()
         self.order = EvictionOrder()
         self.writing_bytes = 0  # taken over and not packed yet
@@ -58,8 +57,8 @@ class HostTier:
         self.order.resize(entry, content.nbytes)
         entry.content = content
         entry.state = State.COMMITTED
-        self.stats.writes += 1
-        self.stats.write_bytes += content.nbytes
+        self._counts.writes += 1
+        self._counts.write_bytes += content.nbytes
         self.order.offer(entry)
 
     def remove(self, entry: Entry) -> None:
@@ -82,10 +81,14 @@ class HostTier:
 
     def hold(self, entry: Entry) -> None:
         """Until released it is not evicted. What was about to leave stays."""
+        self.stay(entry)
+        entry.holders += 1
+
+    def stay(self, entry: Entry) -> None:
+        """Somebody wants what may have been about to leave."""
         if entry.state is State.EVICTING:
             self._leaving_bytes -= entry.nbytes
             self.order.stay(entry)
-        entry.holders += 1
 
     def release(self, entry: Entry) -> None:
         if entry.holders < 1:
@@ -94,14 +97,13 @@ class HostTier:
         if self.entries.get(entry.name) is entry:
             self.order.offer(entry)
 
-    def reclaim(self, copies: int) -> Demotion:
+    def reclaim(self, copies: int) -> list[Name]:
         """From the high watermark down to the low one: the least valuable are dropped, those worth
-        a copy below (at most `copies`) are marked as leaving. Above the capacity nothing waits for
-        a copy (a disk that is slow must not stop the host tier)."""
+        a copy below (at most `copies`) are marked as leaving and returned. Above the capacity
+        nothing waits for a copy (a disk that is slow must not stop the host tier)."""
         copy: list[Name] = []
-        dropped = 0
         if self.used <= HIGH * self.capacity:
-            return Demotion(copy, dropped)
+            return copy
         while self.used - self._leaving_bytes > LOW * self.capacity:
             entry = self.order.pop()
             if entry is None:
@@ -112,30 +114,44 @@ class HostTier:
                 copy.append(entry.name)
             else:
                 self.evict(entry)
-                dropped += 1
         for entry in self._leaving():
             if self.used <= self.capacity:
                 break
             self.evict(entry)
-            dropped += 1
-        return Demotion([name for name in copy if name in self.entries], dropped)
+        return [name for name in copy if name in self.entries]
 
     def evict(self, entry: Entry) -> None:
-        self.stats.evictions += 1
+        self._counts.evictions += 1
         self.remove(entry)
 
-    def snapshot(self) -> TierStats:
+    def note_read(self, entry: Entry, seconds: float) -> None:
+        """An entry's hash was checked; nothing else is read here."""
+        self._counts.reads += 1
+        self._counts.read_bytes += entry.nbytes
+        self._counts.read_seconds += seconds
+        self._counts.verify_seconds += seconds
+
+    def stats(self) -> TierStats:
         """Counters and sizes of now."""
-        stats, sizes = self.stats, self.order.bytes
-        stats.page_bytes, stats.snapshot_bytes = sizes[Kind.PAGE], sizes[Kind.SNAPSHOT]
-        stats.other_bytes = sizes[Kind.SESSION]
-        stats.raw_bytes, stats.items = self._raw_bytes, len(self.entries)
-        stats.pinned = sum(1 for entry in self.entries.values() if entry.pinned or entry.holders)
-        return stats
+        sizes = self.order.bytes
+        return msgspec.structs.replace(
+            self._counts,
+            page_bytes=sizes[Kind.PAGE],
+            snapshot_bytes=sizes[Kind.SNAPSHOT],
+            other_bytes=sizes[Kind.SESSION],
+            raw_bytes=self._raw_bytes,
+            items=len(self.entries),
+            pinned=sum(1 for entry in self.entries.values() if entry.pinned or entry.holders),
+            hits=self.hits,
+            misses=self.misses,
+            refused=self.refused,
+            failures=dict(self.failures),
+            read_only=self.read_only,
+        )
 
     def _worth_copying(self, entry: Entry) -> bool:
         """TinyLFU: what was seen once is not worth a write (kv-state 3.6)."""
-        return self.seen.count(entry.name) > 1
+        return self.seen.count(entry.name) > 1 and not self._below(entry.name)
 
     def _leaving(self) -> Iterator[Entry]:
         if self._leaving_bytes:

@@ -1,15 +1,15 @@
 """Loads from both tiers: shared, in turn, each with a deadline."""
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from expertmesh.actors.state.item import Name, StateLayout, Tier
-from expertmesh.actors.state.stats import TierStats
 from expertmesh.actors.state.tiers.bandwidth import Bandwidth
 from expertmesh.actors.state.tiers.breaker import Clock
-from expertmesh.actors.state.tiers.cold import ColdTier, DiskRead
+from expertmesh.actors.state.tiers.cold import ILL, ColdTier, DiskRead
 from expertmesh.actors.state.tiers.entry import Entry
 from expertmesh.actors.state.tiers.fetch import LoadedItem, Loading, StoreFetch
 from expertmesh.actors.state.tiers.host import HostTier
@@ -18,6 +18,9 @@ from expertmesh.actors.state.tiers.turns import Turns
 _IDLE_S = 1.0  # the longest that a reader sleeps without looking
 _STAGING = 64 << 20  # bytes that reads from the disk may take where the host tier is smaller
 _BATCH, _BATCH_BYTES = 32, 8 << 20  # host items verified between two looks at whose turn it is
+
+
+Place = HostTier | ColdTier
 
 
 class Loads:
@@ -48,7 +51,7 @@ class Loads:
         self._active: set[StoreFetch] = set()
         self._forgotten: deque[tuple[list[Entry], int]] = deque()
         self._reserved = 0
-        self._closing = False
+        self._closing = self._ended = False
         self.host_speed = Bandwidth(5e9, 2e-5)
 
     def start(self, names: Sequence[Name], timeout_s: float, exact: bool) -> StoreFetch:
@@ -78,22 +81,63 @@ class Loads:
             elif reason == "cancelled":
                 self._release(fetch, reason)
 
-    def tick(self) -> bool:
-        """Ends what is late; whether anything was."""
+    def announce(self) -> None:
+        """Wakes the engine if a fetch has ended since. Without the lock: it may take its own."""
+        if self._ended:
+            self._ended = False
+            self._wake()
+
+    def tick(self) -> None:
+        """Ends what is late."""
         with self._lock:
             self._drop_forgotten()
             now = self._clock()
             late = [fetch for fetch in self._active if now >= fetch.deadline]
             for fetch in late:
                 self.settle(fetch, "timeout")
-        return bool(late)
+
+    def serves(self, entry: Entry, exact: bool) -> bool:
+        """Whether host memory has what is wanted: not only an estimate of it, and no manifest that
+        another replica has replaced."""
+        if exact and not entry.content.exact:
+            return False
+        return self._cold is None or not self._cold.newer(entry.name, entry.header.position)
+
+    def begin_wait(self, timeout_s: float) -> StoreFetch:
+        """Something to wait for that no load ends, only `settle` does."""
+        deadline = self._clock() + timeout_s
+        fetch = StoreFetch((), True, deadline, self._clock, self.settle, self._note_forgotten)
+        self._active.add(fetch)
+        return fetch
 
     @property
     def active(self) -> int:
         return len(self._active)
 
+    @property
+    def reserved(self) -> int:
+        """Bytes that reads from the disk, under way or not let go yet, may take."""
+        return self._reserved
+
     def queued(self, tier: str) -> int:
         return len(self._turns[tier])
+
+    def seconds(self, names: Sequence[Name]) -> float:
+        """What a fetch begun now would take, after what has begun; infinite if it must fail."""
+        host = disk = host_reads = disk_reads = 0
+        for name in names:
+            entry = self._host.entries.get(name)
+            if entry is not None:
+                host, host_reads = host + entry.nbytes, host_reads + 1
+                continue
+            nbytes = self._cold.log.nbytes(name) if self._cold and self._cold.has(name) else None
+            if nbytes is None or (self._cold and self._cold.breaker.open):
+                return math.inf
+            disk, disk_reads = disk + nbytes, disk_reads + 1
+        total = self.host_speed.seconds(host, host_reads) if host_reads else 0.0
+        if disk_reads and self._cold is not None:
+            total += self._cold.speed.seconds(disk + self._queued_bytes(), disk_reads)
+        return total
 
     def stop(self) -> None:
         """Ends all fetches and, with their next look, the readers."""
@@ -114,8 +158,7 @@ class Loads:
             start = time.perf_counter()
             fine = entry.content.verified(max(0.0, self._patience(load)))
             self._host_read(load, entry, fine, time.perf_counter() - start)
-        if batch:
-            self._wake()
+        self.announce()
         return True
 
     def read_disk(self) -> bool:
@@ -135,15 +178,18 @@ class Loads:
             self._disk_read(load, "error")
             raise
         self._disk_read(load, outcome)
-        self._wake()
+        self.announce()
         return True
+
+    def _queued_bytes(self) -> int:
+        return sum(self._layout.nbytes(name.kind) for name in self._disk_loads)
 
     def _claim(self, fetch: StoreFetch) -> str:
         """Loads for every name, queued; or why there is no point in trying."""
         host_loads, disk_loads = [], []
         for at, name in enumerate(fetch.names):
             entry = self._host.entries.get(name)
-            if entry is not None and (entry.content.exact or not fetch.exact):
+            if entry is not None and self.serves(entry, fetch.exact):
                 self._hold(fetch, entry)
                 host_loads.append(Loading(name, [(fetch, at)], entry))
                 continue
@@ -164,7 +210,7 @@ class Loads:
     def _admit(self, fetch: StoreFetch, loads: Sequence[Loading]) -> str:
         """Whether the disk may be asked, and what it gives has room. One fetch alone always has."""
         assert self._cold is not None
-        if not self._cold.reads.allow():
+        if not self._cold.allow():
             return "busy"
         fetch.probing = True
         fetch.reserved = sum(self._layout.nbytes(load.name.kind) for load in loads)
@@ -191,11 +237,7 @@ class Loads:
 
     def _host_read(self, load: Loading, entry: Entry, fine: bool, seconds: float) -> None:
         with self._lock:
-            stats = self._host.stats
-            stats.reads += 1
-            stats.read_bytes += entry.nbytes
-            stats.read_seconds += seconds
-            stats.verify_seconds += seconds
+            self._host.note_read(entry, seconds)
             self.host_speed.measured(entry.nbytes, seconds)
             if not fine:
                 self._host.remove(entry)
@@ -208,17 +250,22 @@ class Loads:
         with self._lock:
             if self._disk_loads.get(load.name) is load:
                 del self._disk_loads[load.name]
-            if isinstance(outcome, str):
-                self._fail(load, outcome)
+            if isinstance(outcome, str) or self._cold is None:
+                self._fail(load, str(outcome))
                 return
+            self._cold.speed.measured(outcome.item.nbytes, outcome.seconds)
+            header = outcome.item.header
             entry = self._host.entries.get(load.name)
+            if entry is not None and entry.header.position < header.position:
+                self._host.remove(entry)  # a manifest that another replica has replaced
+                entry = None
             if entry is None and outcome.kept.nbytes <= self._host.capacity:
-                entry = self._host.add(outcome.item.header, outcome.kept)
+                entry = self._host.add(header, outcome.kept)
                 self._host.commit(entry, outcome.kept)
             for fetch, _ in load.waiters:
                 if entry is not None:
                     self._hold(fetch, entry)
-            self._deliver(load, outcome.item, entry, outcome.seconds)
+            self._deliver(load, outcome.item, entry, outcome.verify_seconds)
             self._room()
 
     def _deliver(
@@ -234,22 +281,26 @@ class Loads:
                 self._end(fetch, "")
         if waiters and entry is not None:
             self._used(entry)
-        self._stats(item.tier).hits += len(waiters)
+        self._place(item.tier).hits += len(waiters)
 
     def _fail(self, load: Loading, reason: str) -> None:
         waiters, load.waiters = load.waiters, []
         for fetch, _ in waiters:
             self._end(fetch, reason)
-        failures = self._stats("disk" if load.entry is None else "host").failures
-        failures[reason] = failures.get(reason, 0) + 1
+        place = self._place("disk" if load.entry is None else "host")
+        place.failures[reason] += 1
+        place.misses += len(waiters)
+        if load.entry is None and self._cold is not None and reason in ILL:
+            self._cold.negative.add(load.name)
 
     def _blame(self, fetch: StoreFetch) -> None:
         """Whatever a late fetch still waits for is what made it late."""
         for load in fetch.loading:
             if not any(waiter is fetch for waiter, _ in load.waiters):
                 continue
-            failures = self._stats("disk" if load.entry is None else "host").failures
-            failures["timeout"] = failures.get("timeout", 0) + 1
+            place = self._place("disk" if load.entry is None else "host")
+            place.failures["timeout"] += 1
+            place.misses += 1
             if self._cold is not None and load.entry is None and load.started:
                 self._cold.negative.add(load.name)
                 if self._disk_loads.get(load.name) is load:
@@ -266,6 +317,7 @@ class Loads:
             self._cold.judge(reason)
             fetch.probing = False
         fetch.finish(reason)
+        self._ended = True
         if reason:
             self._release(fetch, reason)
 
@@ -289,10 +341,10 @@ class Loads:
             self._host.release(entry)
         self._reserved -= reserved
 
-    def _stats(self, tier: Tier) -> TierStats:
+    def _place(self, tier: Tier) -> Place:
         if tier == "disk" and self._cold is not None:
-            return self._cold.stats
-        return self._host.stats
+            return self._cold
+        return self._host
 
     def _patience(self, load: Loading) -> float:
         with self._lock:

@@ -2,25 +2,28 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
+from expertmesh.actors.state.codec.packed import Packed
+from expertmesh.actors.state.disk.log import DiskLog
 from expertmesh.actors.state.item import Item, Kind, Name, StateLayout, Tier
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.stats import StoreStats, TierStats
 from expertmesh.actors.state.tiers.breaker import Clock
 from expertmesh.actors.state.tiers.cold import ColdTier
-from expertmesh.actors.state.tiers.content import Unpacked, arrived, store_packed
-from expertmesh.actors.state.tiers.entry import Entry
+from expertmesh.actors.state.tiers.entry import Entry, State
 from expertmesh.actors.state.tiers.fetch import StoreFetch
 from expertmesh.actors.state.tiers.host import HostTier
 from expertmesh.actors.state.tiers.loads import Loads
-from expertmesh.actors.state.tiers.worker import Worker
+from expertmesh.actors.state.tiers.packer import Packer
+from expertmesh.actors.state.tiers.worker import Crew, Worker
+from expertmesh.actors.state.tiers.writer import ColdWriter
 
-_TICK_S = 0.05
-_IDLE_S = 1.0
+_TICK_S = 0.02
+_DISK_READERS = 3
+# Items on their way to the disk pass through host memory; so much it has even where `host_bytes` is
+# less.
+TRANSIT_BYTES = 64 << 20
 
 
 class TieredStore:
@@ -36,165 +39,300 @@ class TieredStore:
         layout: StateLayout,
         settings: StateSettings,
         *,
-        disk: ColdTier | None = None,
+        disk: DiskLog | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._settings, self._clock = settings, clock
+        """disk: opened; the store closes it. wake: called, on any thread and without a lock, when
+        a fetch has ended."""
+        self._settings, self._log = settings, disk
         self._lock = threading.RLock()
-        self._arrived = threading.Condition(self._lock)
-        self._host = HostTier(settings.host_bytes)
-        self._cold = disk
-        self._wake = wake
+        self._pins: set[Name] = set()
+        capacity = settings.host_bytes
+        if disk is not None:
+            capacity = max(capacity, TRANSIT_BYTES, 2 * layout.nbytes(Kind.SNAPSHOT))
+        self._host = HostTier(capacity, self._on_disk)
+        self._cold = None if disk is None else ColdTier(disk, layout, clock)
         self._loads = Loads(
-            layout, self._host, disk, self._lock, clock, wake=wake, used=self._used, room=self._room
+            layout,
+            self._host,
+            self._cold,
+            self._lock,
+            clock,
+            wake=wake,
+            used=self._used,
+            room=self._make_room,
         )
-        self._incoming: deque[tuple[Entry, Item]] = deque()
-        self._most_incoming = max(settings.host_bytes // 4, 8 << 20)
-        self._closing = threading.Event()
-        self._workers = [
-            Worker("pack", self._pack_next),
-            Worker("host-read", self._loads.read_host),
-            Worker("deadlines", self._tick),
-        ]
+        self._writer = None if disk is None else self._new_writer(disk, clock)
+        self._packer = Packer(self._host, settings, self._lock, self._packed)
+        self._closed = threading.Event()
+        self._crew = self._hire()
+        self._crew.start()
 
     @property
     def durable(self) -> bool:
-        return self._cold is not None
+        return self._log is not None
 
     def where(self, name: Name, exact: bool = True) -> Tier | None:
         entry = self._host.entries.get(name)
-        if entry is not None and (entry.content.exact or not exact):
+        if entry is not None and self._loads.serves(entry, exact):
             return "host"
-        if self._cold is not None and self._cold.has(name):
-            return "disk"
-        return None
+        return "disk" if self._on_disk(name) else None
 
     def put(self, item: Item, *, durable: bool = False, pinned: bool = False) -> bool:
         name = item.header.name
         with self._lock:
+            if pinned:
+                self._pins.add(name)
             entry = self._host.entries.get(name)
-            if entry is not None and name.kind is Kind.SESSION:
-                self._host.remove(entry)
-                entry = None
-            if entry is not None:
-                self._host.touch(entry)
-                return True
-            if (
-                len(self._incoming) >= self._settings.queue
-                or self._host.writing_bytes + item.nbytes > self._most_incoming
-                or item.nbytes > self._host.capacity
-                or self._closing.is_set()
-            ):
-                self._host.stats.refused += 1
+            if entry is not None and name.kind is not Kind.SESSION:
+                self._used(entry)
+                return not durable or self._owe(entry)
+            if not self._packer.has_room(item):
+                self._host.refused += 1
                 return False
+            if entry is not None:
+                self._host.remove(entry)
             self._host.seen.add(name)
-            entry = self._host.add(item.header, Unpacked(item))
-            entry.pinned = pinned
-            self._incoming.append((entry, item))
-            self._arrived.notify()
-        return True
+            entry = self._packer.take(item)
+            self._mark(entry)
+            return not durable or self._owe(entry)
+
+    def touch(self, names: Sequence[Name]) -> None:
+        with self._lock:
+            for name in names:
+                entry = self._host.entries.get(name)
+                if entry is not None:
+                    self._used(entry)
+                else:
+                    self._host.seen.add(name)
 
     def fetch(self, names: Sequence[Name], timeout_s: float, exact: bool = True) -> StoreFetch:
         return self._loads.start(names, timeout_s, exact)
 
     def load_seconds(self, names: Sequence[Name]) -> float:
         with self._lock:
-            entries = [self._host.entries.get(name) for name in names]
-            nbytes = sum(entry.nbytes for entry in entries if entry is not None)
-            return self._loads.host_speed.seconds(nbytes, len(names))
+            return self._loads.seconds(names)
 
-    def touch(self, names: Sequence[Name]) -> None:
+    def flush(self) -> StoreFetch:
         with self._lock:
-            for name in names:
-                if (entry := self._host.entries.get(name)) is not None:
-                    self._host.touch(entry)
+            fetch = self._loads.begin_wait(self._settings.write_timeout_s)
+            if self._writer is None:
+                self._loads.settle(fetch, "")
+            else:
+                self._writer.flush(fetch)
+            return fetch
 
     def keep(self, names: Sequence[Name], pinned: bool = False) -> list[Name]:
-        return [name for name in names if self.where(name) is None]
-
-    def pin(self, names: Sequence[Name]) -> None:
-        self._mark(names, True)
-
-    def unpin(self, names: Sequence[Name]) -> None:
-        self._mark(names, False)
-
-    def drop(self, names: Sequence[Name]) -> None:
+        lost = []
         with self._lock:
+            if pinned:
+                self._pins.update(names)
             for name in names:
-                if (entry := self._host.entries.get(name)) is not None:
-                    self._host.remove(entry)
+                entry = self._host.entries.get(name)
+                if entry is not None and entry.content.exact:
+                    kept = self._owe(entry)
+                    self._mark(entry)
+                else:
+                    kept = self._confirm(name)
+                if not kept:
+                    lost.append(name)
+        return lost
 
     def positions(self, kind: Kind) -> Mapping[Name, int]:
         with self._lock:
             entries = self._host.entries.values()
-            return {e.name: e.header.position for e in entries if e.header.kind is kind}
+            held = {e.name: e.header.position for e in entries if e.header.kind is kind}
+        found = {} if self._log is None else self._log.positions(kind)
+        return found | {n: max(at, found.get(n, 0)) for n, at in held.items()}
 
-    def flush(self) -> StoreFetch:
-        return self._loads.start([], 0.0, True)
+    def pin(self, names: Sequence[Name]) -> None:
+        self._change_pins(names, True)
 
-    def look(self) -> None: ...
+    def unpin(self, names: Sequence[Name]) -> None:
+        self._change_pins(names, False)
+
+    def drop(self, names: Sequence[Name]) -> None:
+        """What is pinned stays."""
+        with self._lock:
+            names = [name for name in names if name not in self._pins]
+            for name in names:
+                if (entry := self._host.entries.get(name)) is not None:
+                    self._host.remove(entry)
+            if self._writer is not None:
+                self._writer.remove(names)
+
+    def look(self) -> StoreFetch:
+        with self._lock:
+            fetch = self._loads.begin_wait(self._settings.read_timeout_s)
+            if self._writer is None:
+                self._loads.settle(fetch, "")
+            else:
+                self._writer.look(fetch)
+            return fetch
 
     def stats(self) -> StoreStats:
         with self._lock:
-            host = _copied(self._host.snapshot())
-            host.queued = len(self._incoming) + self._loads.queued("host")
-            disk = TierStats() if self._cold is None else _copied(self._cold.stats)
-        dead = sum(worker.dead for worker in self._workers)
-        return StoreStats(host=host, disk=disk, threads_dead=dead)
+            host = self._host.stats()
+            host.queued = self._packer.queued + self._loads.queued("host")
+        disk = TierStats() if self._log is None else self._log.stats()
+        if self._cold is not None and self._writer is not None:
+            with self._lock:
+                self._cold.tell(disk)
+                self._writer.tell(disk)
+                disk.queued += self._loads.queued("disk")
+        return StoreStats(host=host, disk=disk, threads_dead=len(self._crew.dead))
 
     def close(self, timeout_s: float = 5.0) -> None:
         deadline = time.monotonic() + timeout_s
-        self._closing.set()
-        self._loads.stop()
         with self._lock:
-            self._arrived.notify_all()
-        for worker in self._workers:
-            worker.join(deadline - time.monotonic())
+            self._packer.stop()
+            self._loads.stop()
+        self._crew.join(deadline, "pack")
+        with self._lock:
+            if self._writer is not None:
+                self._writer.stop()
+        self._closed.set()
+        # A thread that hangs at the disk still uses the log: closing it would not help either.
+        if self._crew.join(deadline) and self._log is not None:
+            self._log.close()
 
-    def _pack_next(self) -> bool:
-        """One step of the packer."""
-        with self._lock:
-            if self._closing.is_set():
-                return False
-            if not self._incoming:
-                self._arrived.wait(_IDLE_S)
-                return True
-            entry, item = self._incoming.popleft()
-        try:
-            if not arrived(item, self._settings.write_timeout_s):
-                raise TimeoutError("the device has not written it")
-            _, content = store_packed(item, self._settings.codec)
-        except BaseException:
-            with self._lock:
-                self._host.stats.failures["pack"] = self._host.stats.failures.get("pack", 0) + 1
-                self._host.remove(entry)
-            raise
-        with self._lock:
-            if self._host.entries.get(entry.name) is entry:
-                self._host.commit(entry, content)
-                self._room()
-        return True
+    def _new_writer(self, disk: DiskLog, clock: Clock) -> ColdWriter:
+        return ColdWriter(
+            disk,
+            self._host,
+            self._lock,
+            clock,
+            queue=self._settings.queue,
+            timeout_s=self._settings.write_timeout_s,
+            bytes_per_s=self._settings.write_bytes_per_s,
+            pinned=self._pins.__contains__,
+            settled=self._settled,
+            end=self._loads.settle,
+            announce=self._loads.announce,
+        )
+
+    def _hire(self) -> Crew:
+        workers = [Worker("pack", self._packer.step), Worker("host-read", self._loads.read_host)]
+        if self._writer is not None:
+            workers.append(Worker("disk-write", self._writer.step))
+            workers += [Worker("disk-read", self._loads.read_disk) for _ in range(_DISK_READERS)]
+        return Crew([*workers, Worker("deadlines", self._tick)])
 
     def _tick(self) -> bool:
-        """One step of the thread that ends what is late."""
-        if self._loads.tick():
-            self._wake()
-        return not self._closing.wait(_TICK_S)
+        """One step of the thread that ends what is late and notices what is dead."""
+        self._loads.tick()
+        with self._lock:
+            if self._writer is not None:
+                self._writer.tick()
+            for name in self._crew.dead:
+                self._lose(name)
+        self._loads.announce()
+        return not self._closed.wait(_TICK_S)
+
+    def _lose(self, worker: str) -> None:
+        """A tier whose thread is dead takes nothing any more; without readers it has nothing."""
+        reason = f"the {worker} thread is dead"
+        if worker in ("pack", "host-read"):
+            self._packer.stop(reason)
+        if worker == "disk-write" and self._writer is not None and not self._writer.down:
+            self._writer.stop(reason)
+        readers = [name for name in self._crew.dead if name == "disk-read"]
+        if self._cold is not None and len(readers) == _DISK_READERS:
+            self._cold.down = reason
+
+    def _on_disk(self, name: Name) -> bool:
+        return self._cold is not None and self._cold.has(name)
 
     def _used(self, entry: Entry) -> None:
-        self._host.touch(entry)
+        """A second sight is what admits to the disk (TinyLFU)."""
+        seen = self._host.touch(entry)
+        if seen > 1 and entry.state is State.COMMITTED:
+            self._offer(entry)
 
-    def _room(self) -> None:
-        self._host.reclaim(0)
+    def _offer(self, entry: Entry) -> None:
+        if self._writer is None or self._on_disk(entry.name) or not entry.content.exact:
+            return
+        self._writer.offer(entry.name, entry.nbytes)
 
-    def _mark(self, names: Sequence[Name], pinned: bool) -> None:
+    def _owe(self, entry: Entry) -> bool:
+        """Promises it to the disk. False: that cannot be, or there is none."""
+        writer = self._writer
+        if writer is None:
+            return True
+        if self._on_disk(entry.name) and entry.name.kind is not Kind.SESSION:
+            return self._confirm(entry.name)
+        if not writer.promise(entry.name):
+            return False
+        entry.durable = True
+        if entry.state is not State.WRITING:
+            if entry.state is State.EVICTING:
+                self._host.stay(entry)
+            writer.write(entry.name, entry.nbytes)
+        return True
+
+    def _confirm(self, name: Name) -> bool:
+        """Whether what host memory has not got whole is on the disk, or about to be: then a flush
+        waits until that is certain."""
+        writer = self._writer
+        if writer is None or not (self._on_disk(name) or writer.writes(name)):
+            return False
+        if self._on_disk(name) and name not in self._pins:
+            return True
+        kept = writer.pin([name], owed=True)
+        if name not in self._pins:
+            writer.unpin([name])
+        return kept
+
+    def _packed(self, entry: Entry, packed: Packed | None) -> None:
+        """Owed and twice seen items go on to the disk; so does what only the disk keeps whole."""
+        writer = self._writer
+        if packed is None:
+            if writer is not None:
+                writer.settle(entry.name, "pack")
+            return
+        more = None if entry.content.exact else packed
+        if writer is not None and entry.durable:
+            writer.write(entry.name, packed.nbytes, more)
+        elif writer is not None and more is not None:
+            writer.offer(entry.name, packed.nbytes, more)
+        elif self._host.seen.count(entry.name) > 1:
+            self._offer(entry)
+        self._make_room()
+
+    def _settled(self, name: Name, reason: str) -> None:
+        """An item's write has ended."""
+        if not reason and self._cold is not None:
+            self._cold.negative.forget(name)
+        entry = self._host.entries.get(name)
+        if entry is None or (self._writer is not None and self._writer.owes(name)):
+            return
+        entry.durable = False
+        if entry.state is State.EVICTING:
+            self._host.evict(entry)
+        else:
+            self._mark(entry)
+
+    def _make_room(self) -> None:
+        """Evicts, and hands on to the disk what is worth it."""
+        writer = self._writer
+        for name in self._host.reclaim(writer.room if writer is not None else 0):
+            entry = self._host.entries[name]
+            if writer is None or not writer.offer(name, entry.nbytes):
+                self._host.evict(entry)
+
+    def _mark(self, entry: Entry) -> None:
+        """A pinned item stays in host memory as long as nothing below has it."""
+        entry.pinned = entry.name in self._pins and not self._on_disk(entry.name)
+        self._host.order.offer(entry)
+
+    def _change_pins(self, names: Sequence[Name], pinned: bool) -> None:
         with self._lock:
+            (self._pins.update if pinned else self._pins.difference_update)(names)
             for name in names:
                 if (entry := self._host.entries.get(name)) is not None:
-                    entry.pinned = pinned
-                    self._host.order.offer(entry)
-
-
-def _copied(stats: TierStats) -> TierStats:
-    return msgspec.structs.replace(stats, failures=dict(stats.failures))
+                    self._mark(entry)
+            if self._writer is not None and pinned:
+                self._writer.pin([name for name in names if self._on_disk(name)])
+            elif self._writer is not None:
+                self._writer.unpin(names)

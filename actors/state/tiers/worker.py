@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -19,12 +20,14 @@ class Worker:
         self._step = step
         self._ended = False  # as it should
         self._thread = threading.Thread(target=self._run, name=f"state-{name}", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     @property
     def dead(self) -> bool:
-        """Whether it has ended without being told to."""
-        return not self._thread.is_alive() and not self._ended
+        """Whether it was started and has ended without being told to."""
+        return self._thread.ident is not None and not (self._thread.is_alive() or self._ended)
 
     def join(self, timeout_s: float) -> bool:
         """Whether it has ended by then."""
@@ -43,3 +46,25 @@ class Worker:
                 failures += 1
                 log.exception("state: the %s thread failed", self.name)
         log.error("state: the %s thread gives up", self.name)
+
+
+class Crew:
+    """All threads of a store."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+
+    def start(self) -> None:
+        for worker in self._workers:
+            worker.start()
+
+    @property
+    def dead(self) -> list[str]:
+        """Names of those that have ended without being told to."""
+        return [worker.name for worker in self._workers if worker.dead]
+
+    def join(self, deadline: float, name: str = "") -> bool:
+        """Whether all, or those of that name, have ended by then (time.monotonic)."""
+        mine = [worker for worker in self._workers if name in ("", worker.name)]
+        ended = [worker.join(deadline - time.monotonic()) for worker in mine]
+        return all(ended)
