@@ -173,6 +173,9 @@ class DiskLog:
         """Gives one segment back, its pinned records copied on before. False: there is none."""
         self._library.adopt()
         found = victim(self._library.writers)
+        if found is None:  # what was appended since the last sync may fill all segments
+            self._writer.commit()
+            found = victim(self._library.writers)
         if found is None:
             return False
         held = found.writer.index.segments[found.segment]
