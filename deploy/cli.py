@@ -330,6 +330,23 @@ def serve(
             "(from host memory, to the same bits) or select (those that matter; an estimate).",
         ),
     ] = "exact",
+    kv_window: Annotated[
+        int,
+        option(
+            min=64,
+            rich_help_panel=_STATE,
+            help="Last tokens that stay on the device in modes offload and select, a multiple of "
+            "64.",
+        ),
+    ] = 4096,
+    kv_select_pages: Annotated[
+        int,
+        option(
+            min=1,
+            rich_help_panel=_STATE,
+            help="Old pages that a step of mode select reads exactly, per layer.",
+        ),
+    ] = 64,
     kv_codec: Annotated[
         str,
         option(
@@ -360,6 +377,8 @@ def serve(
     _one_of("--decode-graphs", decode_graphs, "auto", "on", "off")
     _one_of("--kv-mode", kv_mode, "exact", "offload", "select")
     _one_of("--kv-codec", kv_codec, "raw", "lossless", "int8", "int4")
+    if kv_window % 64:
+        raise typer.BadParameter(f"{kv_window} must be a multiple of 64", param_hint="--kv-window")
     options = ServeOptions(
         model=(model or BUNDLED).absolute(),
         expert_actors=expert_actors,
@@ -394,6 +413,8 @@ def serve(
         state_dir=None if state_dir is None else state_dir.absolute(),
         state_dir_bytes=None if state_dir_gb is None else int(state_dir_gb * 1e9),
         kv_mode=kv_mode,
+        kv_window=kv_window,
+        kv_select_pages=kv_select_pages,
         kv_codec=kv_codec,
         dry_run=dry_run,
         edge=run_command(with_flags, context.obj or EdgeSettings(), grpc_port, api_keys),

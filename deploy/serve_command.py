@@ -22,7 +22,7 @@ from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import size_text
 from expertmesh.deploy.serve_console import announce, print_mesh, print_plan
 from expertmesh.deploy.serve_options import ServeOptions
-from expertmesh.deploy.state_folder import check_state_folder
+from expertmesh.deploy.state_checks import check_state_folder
 from expertmesh.deploy.stop_signals import Stopped, handle_signals, stop_by_signal
 
 

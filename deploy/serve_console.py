@@ -63,7 +63,7 @@ def print_plan(
         console.print(
             f"[yellow]warning[/]: --max-model-len {asked} is cut to {given}: the model knows "
             f"{config.max_position} positions, and --kv-pages {options.kv_pages} hold "
-            f"{options.kv_pages * PAGE_TOKENS} tokens"
+            f"{options.kv_pages * PAGE_TOKENS} tokens of requests that are all on the device"
         )
 
 

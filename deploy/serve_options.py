@@ -70,6 +70,8 @@ class ServeOptions:
     state_dir: Path | None = None
     state_dir_bytes: int | None = None
     kv_mode: str = "exact"
+    kv_window: int = 4096
+    kv_select_pages: int = 64
     kv_codec: str = "lossless"
     dry_run: bool
     edge: EdgeSettings = field(default_factory=EdgeSettings)
@@ -131,6 +133,8 @@ class ServeOptions:
             disk=self.state_dir,
             disk_bytes=self.state_dir_bytes,
             kv_mode=cast(KvMode, self.kv_mode),
+            window_tokens=self.kv_window,
+            select_pages=self.kv_select_pages,
         )
 
     @property
@@ -138,8 +142,11 @@ class ServeOptions:
         return cast(Choice, self.decode_graphs)
 
     def context(self, config: ModelConfig) -> int:
-        """What one request may use: never more than the model knows or all pages hold."""
-        limits = [config.max_position, self.kv_pages * PAGE_TOKENS]
+        """What one request may use: never more than the model knows or, where all of it stays on
+        the device, than all pages hold."""
+        limits = [config.max_position]
+        if self.kv_mode == "exact":
+            limits.append(self.kv_pages * PAGE_TOKENS)
         return min([*limits, self.max_model_len] if self.max_model_len else limits)
 
     @property

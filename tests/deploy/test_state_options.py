@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.state.opening import SECRET
 from expertmesh.actors.state.settings import StateSettings
-from expertmesh.deploy import preflight, serve_command, state_folder
+from expertmesh.deploy import preflight, serve_command, state_checks
 from expertmesh.deploy.cli import app
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.serve_console import print_plan
 from expertmesh.deploy.serve_options import ServeOptions
-from expertmesh.deploy.state_folder import check_state_folder
+from expertmesh.deploy.state_checks import check_state_folder
 
 GIB = 1 << 30
 Serve = Callable[..., ServeOptions]
@@ -50,11 +50,13 @@ class TestFlags:
         options = serve(
             "--no-prefix-cache", "--kv-snapshots", "3", "--host-cache-gb", "1.5", "--state-dir",
             str(tmp_path), "--state-dir-gb", "2", "--kv-mode", "select", "--kv-codec", "int8",
+            "--kv-window", "1024", "--kv-select-pages", "9",
         )  # fmt: skip
         config = preflight.check_folder(options.model)
         assert options.cluster(config, None).engine.state == StateSettings(
             prefix_cache=False, snapshots=3, host_bytes=1_500_000_000, disk=tmp_path,
             disk_bytes=2_000_000_000, kv_mode="select", codec="int8",
+            window_tokens=1024, select_pages=9,
         )  # fmt: skip
 
     def test_also_as_variables_and_in_a_file(self, serve: Serve, tmp_path: Path) -> None:
@@ -74,6 +76,7 @@ class TestFlags:
         [
             (["--kv-mode", "lossy"], "must be exact, offload or select"),
             (["--kv-codec", "int2"], "must be raw, lossless, int8 or int4"),
+            (["--kv-window", "100"], "100 must be a multiple of 64"),
             (["--kv-snapshots", "0"], "greater than or equal to 1"),
             (["--host-cache-gb", "-1"], "greater than or equal to 0"),
         ],
@@ -98,6 +101,17 @@ class TestFlags:
         with pytest.raises(Refused, match=message) as refused:
             options.engine(preflight.check_folder(options.model))
         assert refused.value.code is ExitCode.USAGE
+
+    def test_a_request_may_be_longer_than_the_pages_where_old_ones_leave(
+        self, serve: Serve
+    ) -> None:
+        config = preflight.check_folder(serve().model)
+        assert config.max_position == 8192
+        for mode, context in (("exact", 64 * 64), ("offload", 8192), ("select", 8192)):
+            options = serve("--kv-pages", "64", "--kv-mode", mode)
+            assert options.context(config) == options.engine(config).max_context == context
+            options = serve("--kv-pages", "64", "--kv-mode", mode, "--max-model-len", "5000")
+            assert options.context(config) == min(context, 5000)
 
     def test_the_plan_tells_where_state_is_kept(self, serve: Serve, tmp_path: Path) -> None:
         def plan(*flags: str) -> str:
@@ -152,7 +166,7 @@ class TestFolder:
             asked.append((path, mode))
             return False
 
-        monkeypatch.setattr(state_folder.os, "access", access)
+        monkeypatch.setattr(state_checks.os, "access", access)
         with pytest.raises(Refused, match="cannot be written to"):
             self.look(tmp_path / "a", config)
         assert asked == [(tmp_path, os.W_OK | os.X_OK)]
