@@ -116,17 +116,20 @@ class Sessions:
             return None
         return entry
 
-    def newest(self, tenant: str, session: str) -> Steps[Entry | None]:
-        """The session as whoever changed it last has left it."""
+    def newest(self, tenant: str, session: str, look: bool = True) -> Steps[Entry | None]:
+        """The session as whoever changed it last has left it. look: not without asking the disk;
+        else only where nothing is known here."""
         name = self.name(tenant, session)
         if self.durable:
+            if look or self._living(name) is None:
+                yield self.store.look()
             yield from self._read([name])
         return self._living(name)
 
     def refresh(self) -> Steps[None]:
         """Takes note of all sessions that other replicas, or earlier processes, have written."""
         if self.durable:
-            self.store.look()
+            yield self.store.look()
             yield from self._read(list(self.store.positions(Kind.SESSION)))
 
     def _read(self, names: Iterable[Name]) -> Steps[None]:
@@ -153,7 +156,7 @@ class Sessions:
         self, tenant: str, session: str, mode: str, tokens: Sequence[int]
     ) -> Steps[Tip | None]:
         """Where a request with these prompt tokens goes on, if the session's state serves it."""
-        entry = yield from self.newest(tenant, session)
+        entry = yield from self.newest(tenant, session, look=False)
         if entry is None or entry.manifest.mode != mode or not entry.manifest.begins(tokens):
             return None
         return entry.manifest.point()

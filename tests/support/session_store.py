@@ -162,7 +162,8 @@ class FakeStore:
             for where in (self.host, self.disk.items, self.disk.written):
                 where.pop(name, None)
 
-    def look(self) -> None: ...
+    def look(self) -> FakeFetch:
+        return FakeFetch(items=[])
 
     def stats(self) -> StoreStats:
         return StoreStats()
