@@ -22,7 +22,8 @@ from expertmesh.actors.state.disk.space import Space, Victim, segment_size, vict
 from expertmesh.actors.state.item import Header, Kind, Name
 from expertmesh.actors.state.stats import TierStats
 
-# After the file system was full and eviction did not help, nothing is tried for so long.
+# After the file system was full, below the cap, and eviction did not help: nothing is tried for
+# so long, and then once, without eviction.
 FULL_PAUSE_S = 30.0
 
 
@@ -109,10 +110,11 @@ class DiskLog:
             try:
                 self._write(header, codec, raw_bytes, payload, pinned, spare=False)
                 break
-            except DiskFull:
+            except DiskFull as error:
                 # One segment and one more try: if others fill the disk, all would not be enough.
                 if last or not self._evict():
-                    self._full_until = self._clock() + FULL_PAUSE_S
+                    beyond_us = isinstance(error.__cause__, OSError)
+                    self._full_until = self._clock() + FULL_PAUSE_S if beyond_us else 0.0
                     self._counters.read_only = "full"
                     self._counters.fail("full")
                     raise

@@ -17,6 +17,8 @@ from expertmesh.actors.state.disk.writer import Writer
 DEFAULT_SEGMENT = 256 << 20
 # Fewer would make eviction by segment too coarse.
 MIN_SEGMENTS = 16
+# Segments, with the spare one, that whoever has more than a share leaves to others.
+ELBOW_ROOM = 4
 LOCK_TRIES = 200
 LOCK_PAUSE_S = 0.005
 # A segment whose pinned part is larger is copied only when there is no other.
@@ -75,8 +77,8 @@ class Space:
         raise DiskFailed(f"another replica keeps {self._root / 'space.lock'}", "busy")
 
     def crowded(self, writers: Sequence[Writer], replicas: int) -> bool:
-        """Whether no further segment fits while these writers hold more than their share."""
-        if self.measure() + 2 * self.segment <= self.capacity:
+        """Whether others can hardly begin a segment while these writers have more than a share."""
+        if self.measure() + ELBOW_ROOM * self.segment <= self.capacity:
             return False
         with named(f"measuring {self._root}"):
             own = sum(self._files.allocated(writer.path) for writer in writers)
