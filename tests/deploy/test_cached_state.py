@@ -14,6 +14,7 @@ from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.openai.tenant import tenant_of
 from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
+from tests.deploy.test_telemetry import samples
 from tests.support.door import Door
 from tests.support.fake_client import FakeEngineClient
 from tests.support.grpc_calls import Answer, ask, refused
@@ -168,3 +169,47 @@ class TestGrpc:
 
 def _state(request: GenerateRequest) -> tuple[str, str, str]:
     return request.tenant, request.kv_mode, request.session
+
+
+class TestRealEngine:
+    """A tiny model; every prompt is another one's in no other test."""
+
+    def ask(self, real: Door, prompt: list[int], **body: Any) -> tuple[str, int]:
+        answer = real.complete(prompt, temperature=0, max_tokens=6, ignore_eos=True, **body)
+        details = answer["usage"]["prompt_tokens_details"]
+        return answer["choices"][0]["text"], details["cached_tokens"]
+
+    def test_a_prompt_seen_before_is_not_computed_again(self, real: Door) -> None:
+        prompt = [(7 * i) % 250 for i in range(3 * 64 + 5)]
+        cold = self.ask(real, prompt)
+        assert cold[1] == 0
+        assert self.ask(real, prompt) == (cold[0], 3 * 64)
+        longer, cached = self.ask(real, [*prompt, 1, 2, 3])
+        assert cached == 3 * 64
+        assert self.ask(real, [*prompt, 1, 2, 3], cache_salt="fresh")[0] == longer
+
+    def test_salts_share_nothing(self, real: Door) -> None:
+        prompt = [(11 * i + 3) % 250 for i in range(2 * 64 + 5)]
+        cold = self.ask(real, prompt, cache_salt="a")
+        for salt, cached in (("b", 0), (None, 0), ("a", 128), ("b", 128), (None, 128)):
+            assert self.ask(real, prompt, cache_salt=salt) == (cold[0], cached), salt
+
+    def test_choices_of_a_prompt_count_it_once(self, real: Door) -> None:
+        prompt = [(13 * i + 5) % 250 for i in range(2 * 64 + 5)]
+        body = {"temperature": 0, "max_tokens": 3, "n": 3, "ignore_eos": True}
+        cold, warm = (real.complete(prompt, **body) for _ in range(2))
+        assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+        assert cold["choices"] == warm["choices"]
+
+    def test_the_counters_say_the_same(self, real: Door) -> None:
+        prompt = [(17 * i + 9) % 250 for i in range(2 * 64 + 5)]
+        before = real.http.get("/metrics").text
+        for _ in range(3):
+            self.ask(real, prompt)
+        after = real.http.get("/metrics").text
+        grown = [
+            sum(samples(after, name).values()) - sum(samples(before, name).values())
+            for name in ("prefix_cache_queries_total", "prefix_cache_hits_total")
+        ]
+        assert grown == [3 * len(prompt), 2 * 128]
