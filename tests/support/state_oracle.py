@@ -66,28 +66,43 @@ class Oracle:
 
     def greedy(self, prompt: Tokens[int], count: int) -> list[int]:
         """The answer of `count` likeliest tokens."""
-        before, answer = (Piece("prompt", tuple(prompt)),), [-1]
-        while len(answer) <= count:
-            answer[-1] = self.expect(before, answer)[-1].best
-            answer.append(-1)
-        return answer[:count]
+        before, answer = (Piece("prompt", tuple(prompt)),), list[int]()
+        text = _Text(self.runner, len(prompt) + count)
+        row = text.add(prompt, decode=False)
+        while True:
+            self.rows[(*before, Piece("answer", tuple(answer)))] = [
+                *(self.rows[(*before, Piece("answer", tuple(answer[:-1])))] if answer else []), row
+            ]  # fmt: skip
+            answer.append(row.best)
+            if len(answer) == count:
+                return answer
+            row = text.add(answer[-1:], decode=True)
 
     def _run(self, before: tuple[Piece, ...], answer: Tokens[int]) -> list[Row]:
-        model = self.runner.model
-        total = sum(len(piece.tokens) for piece in before) + len(answer)
-        state = model.new_state(pages_for(total), 1)
-        pages, at, rows = list(range(state.pages)), 0, list[Row]()
-        for number, piece in enumerate((*before, Piece("answer", tuple(answer)))):
-            whole = piece.path == "prompt"
-            groups = [piece.tokens] if whole else [(token,) for token in piece.tokens]
-            for tokens in groups:
-                span = Span(0, 0, len(tokens), at, pages, not whole)
-                batch = Batch(torch.tensor(tokens), [span], torch.tensor([len(tokens) - 1]))
-                logits_RV = model.forward(batch, state, self.runner.exchange)
-                at += len(tokens)
-                if number == len(before) or (number == len(before) - 1 and tokens is groups[-1]):
-                    rows.append(row_of(logits_RV[0]))
-        return rows
+        text = _Text(self.runner, sum(len(piece.tokens) for piece in before) + len(answer))
+        for path, tokens in before:
+            if path == "prompt":
+                last = text.add(tokens, decode=False)
+            else:
+                for token in tokens:
+                    last = text.add([token], decode=True)
+        return [last, *(text.add([token], decode=True) for token in answer)]
+
+
+class _Text:
+    """One sequence, alone in state of its own."""
+
+    def __init__(self, runner: Runner, most: int) -> None:
+        self._runner, self._at = runner, 0
+        self._state = runner.model.new_state(pages_for(most), 1)
+        self._pages = list(range(self._state.pages))
+
+    def add(self, tokens: Tokens[int], *, decode: bool) -> Row:
+        """The row behind the last of them."""
+        span = Span(0, 0, len(tokens), self._at, self._pages, decode)
+        batch = Batch(torch.tensor(tokens), [span], torch.tensor([len(tokens) - 1]))
+        self._at += len(tokens)
+        return row_of(self._runner.model.forward(batch, self._state, self._runner.exchange)[0])
 
 
 class Tap(Sampler):

@@ -175,8 +175,8 @@ class MemoryStore:
             if name in self.stored and not self.stored[name].pinned:
                 del self.stored[name]
 
-    def look(self) -> None:
-        pass
+    def look(self) -> Loading:
+        return Loading(0, [], done=True)
 
     def stats(self) -> StoreStats:
         return StoreStats()

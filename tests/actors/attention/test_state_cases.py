@@ -5,92 +5,17 @@ logits behind each of its tokens are those of the model alone.
 """
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.pages import pages_for
-from tests.support.engines import Answer, check_books, check_idle, collect, finish, request
-from tests.support.state_model import VOCAB, cached, cacheless, small_model
-from tests.support.state_oracle import Oracle, Piece, Tap, tap
+from tests.support.engines import finish, request
+from tests.support.state_model import cacheless, small_model
+from tests.support.state_session import Session, ids, oracle, session
 from tests.support.state_store import Faults, MemoryStore
-
-ORACLE = Oracle(small_model())
-
-
-def ids(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
-
-
-def check(seen: Tap, each: GenerateRequest, answer: Answer) -> None:
-    """The answer is the model's own, logits included."""
-    assert answer.finish_reason == "length", answer
-    expected = ORACLE.expect((Piece("prompt", tuple(each.prompt_ids)),), answer.token_ids)
-    rows = seen.seen[each.request_id]
-    known = len(each.prompt_ids)
-    for at, row in enumerate(expected):
-        assert rows[known + at] == row, f"{each.request_id}: token {at} of {known} prompt tokens"
-        assert answer.token_ids[at] == row.best
-
-
-class Session:
-    """An engine, its tap, what it was asked and how many prompt tokens it did not compute."""
-
-    def __init__(self, engine: Engine, store: MemoryStore | None = None) -> None:
-        self.engine, self.store, self.tap = engine, store, tap(engine)
-        self.requests: dict[str, GenerateRequest] = {}
-        self.answers: dict[str, Answer] = {}
-        self.cached: dict[str, int] = {}
-
-    def submit(self, name: str, prompt: list[int], new: int = 4, **params: Any) -> None:
-        self.requests[name] = request(name, prompt, new, **params)
-        self.engine.submit(self.requests[name])
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            outputs = self.engine.step()
-            for output in outputs:
-                known = self.cached.get(output.request_id, 0)
-                self.cached[output.request_id] = max(known, output.cached_tokens)
-            collect(outputs, self.answers)
-            check_books(self.engine)
-            assert self.engine.failed is None
-            if self.store is not None:
-                self.store.tick()
-
-    @property
-    def open(self) -> list[str]:
-        ended = {name for name, each in self.answers.items() if each.finish_reason}
-        return [name for name in self.requests if name not in ended]
-
-    def finish(self, most: int = 3000) -> None:
-        for _ in range(most):
-            if not self.open:
-                check_idle(self.engine)
-                return
-            self.step()
-        raise AssertionError(f"not idle after {most} steps: {self.engine.stats()}")
-
-    def ask(self, name: str, prompt: list[int], new: int = 4, **params: Any) -> int:
-        """One request to its end, checked; how much of its prompt was cached."""
-        self.submit(name, prompt, new, **params)
-        self.finish()
-        check(self.tap, self.requests[name], self.answers[name])
-        return self.cached[name]
-
-    def check_all(self, names: Sequence[str] = ()) -> None:
-        for name in names or self.requests:
-            check(self.tap, self.requests[name], self.answers[name])
-
-
-def session(store: MemoryStore | None = None, **sizes: Any) -> Session:
-    return Session(cached(small_model(), store=store, **sizes), store)
-
 
 # --- a slot's last owner must not show (D1) -------------------------------------------------------
 
@@ -110,7 +35,7 @@ def test_a_first_or_last_chunk_of_one_token(length: int, step_tokens: int) -> No
 
 def test_one_token_left_after_a_resume() -> None:
     prompt = ids(4, 100)
-    answer = ORACLE.greedy(prompt, 6)
+    answer = oracle().greedy(prompt, 6)
     one = session(slots=2)
     one.submit("long", ids(1, 150), 3)
     one.finish()
@@ -138,7 +63,7 @@ def test_no_budget_changes_a_bit(step_tokens: int, warm: int) -> None:
     one.submit("r", prompt, 4)
     one.finish()
     assert one.cached["r"] == warm
-    assert one.answers["r"].token_ids == ORACLE.greedy(prompt, 4)
+    assert one.answers["r"].token_ids == oracle().greedy(prompt, 4)
     if step_tokens >= PAGE_TOKENS:
         one.check_all()
         return
