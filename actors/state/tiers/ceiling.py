@@ -50,7 +50,7 @@ class Ceiling:
         for rank in range(last - 1, 0, -1):
             total = 0.5 * (total + count[rank])
         total += size * _sigma(count[0] / size)
-        return size * size / (2 * math.log(2) * total)
+        return size * size / (2 * math.log(2) * total) if total else math.inf
 
     @property
     def ratio(self) -> float:

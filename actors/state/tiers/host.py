@@ -12,7 +12,7 @@ from expertmesh.actors.state.tiers.entry import Entry, State
 from expertmesh.actors.state.tiers.eviction import EvictionOrder
 from expertmesh.actors.state.tiers.frequency import FrequencySketch
 
-HIGH, LOW = 0.85, 0.70  # of the capacity: where eviction starts, and where it ends
+HIGH, LOW = 85, 70  # per cent of the capacity: where eviction starts, and where it ends
 
 
 class HostTier:
@@ -102,9 +102,9 @@ class HostTier:
         a copy below (at most `copies`) are marked as leaving and returned. Above the capacity
         nothing waits for a copy (a disk that is slow must not stop the host tier)."""
         copy: list[Name] = []
-        if self.used <= HIGH * self.capacity:
+        if self.used * 100 <= HIGH * self.capacity:
             return copy
-        while self.used - self._leaving_bytes > LOW * self.capacity:
+        while (self.used - self._leaving_bytes) * 100 > LOW * self.capacity:
             entry = self.order.pop()
             if entry is None:
                 break

@@ -45,6 +45,9 @@ class Worker:
             except Exception:
                 failures += 1
                 log.exception("state: the %s thread failed", self.name)
+            except BaseException:
+                log.exception("state: the %s thread ends", self.name)
+                return
         log.error("state: the %s thread gives up", self.name)
 
 
