@@ -211,6 +211,7 @@ def expertmesh(case: Case) -> None:
     known: dict[str, Callable[[Case], None]] = {
         "serve": serve, "scale": live, "routing": live, "cost": live, "keys": keys,
         "verify": live_without_server, "doctor": parsed, "cluster": parsed, "bench": parsed,
+        "sessions": sessions,
     }  # fmt: skip
     known[case.words[1]](case)
 
@@ -221,6 +222,11 @@ def keys(case: Case) -> None:
         return
     case._request.getfixturevalue("key")
     live_without_server(case)
+
+
+def sessions(case: Case) -> None:
+    """What needs a session of that name is run in test_sessions.py, here and in tests/system."""
+    (live if case.words[2] == "list" else parsed)(case)
 
 
 def live_without_server(case: Case) -> None:
