@@ -46,11 +46,13 @@ def shipped(codec: Codec) -> Estimate:
 
 
 def compared() -> list[Estimate]:
-    """Fewer bits than are shipped, fp8 with a scale per row, and int8 and int4 without rotation."""
+    """Fewer bits than are shipped, fp8 with a scale per row, one row per page, and int8 and int4
+    without rotation."""
     return [
         Estimate("int3_rotated", lambda latents: _rotated(latents, 3)),
         Estimate("int2_rotated", lambda latents: _rotated(latents, 2)),
         Estimate("fp8_e4m3_rows", _fp8),
+        Estimate("centroid", _centroid),
         Estimate("int8_unrotated", lambda latents: _plain(latents, 8)),
         Estimate("int4_unrotated", lambda latents: _plain(latents, 4)),
     ]
@@ -67,6 +69,11 @@ def _fp8(latents: Tensor) -> Read:
     scale = (rows.abs().amax(-1, keepdim=True) / _FP8_MAX).clamp_min(1e-30)
     estimate = (rows / scale).to(torch.float8_e4m3fn).float() * scale
     return Read(estimate.to(latents.dtype), 8 + 16 / latents.shape[-1], None)
+
+
+def _centroid(latents: Tensor) -> Read:
+    mean = latents.float().mean(dim=1, keepdim=True)
+    return Read(mean.expand_as(latents).to(latents.dtype), 16 / latents.shape[1], None)
 
 
 def _rotated(latents: Tensor, bits: int) -> Read:

@@ -1,10 +1,10 @@
 """A model that reads a text while everything behind it turns into what a codec gives back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ class Queries:
     q_NHC: Tensor
     w_v_HvR: Tensor
     scale: float
+
+
+class Verdict(NamedTuple):
+    """right: greedy decoding gives the answer. nats: of its tokens."""
+
+    right: bool
+    nats: float
 
 
 class CodecReader:
@@ -73,24 +80,26 @@ class CodecReader:
 
         return taking
 
-    def read(self, ids: Sequence[int], estimate: Estimate, step: int = PAGE_TOKENS) -> float:
+    def read(self, ids: Sequence[int], estimate: Estimate, step: int = PAGE_TOKENS) -> None:
         """Reads `ids` from the beginning, `step` tokens at a time; whole pages behind a step but
-        the first are then replaced. -> nats of all tokens but the first."""
+        the first are then replaced."""
+        for _ in self.log_probs(ids, estimate, step):
+            pass
+
+    def log_probs(
+        self, ids: Sequence[int], estimate: Estimate, step: int = PAGE_TOKENS
+    ) -> Iterator[Tensor]:
+        """`read`, with log probabilities fp32 [step, V] of what comes after each token."""
         self._state.zero_slot(0)
-        nats = 0.0
         for begin in range(0, len(ids), step):
             piece = list(ids[begin : begin + step])
-            targets = torch.tensor(ids[begin + 1 : begin + step + 1])
             span = Span(0, 0, len(piece), begin, list(range(self._pages)), False)
-            logits = self._forward(piece, [span], list(range(len(targets))))
-            scored = logits.log_softmax(-1).gather(1, targets[:, None])
-            nats -= float(scored.double().sum())
+            yield self._forward(piece, [span], list(range(len(piece)))).log_softmax(-1)
             self._replace(begin, begin + len(piece), estimate)
-        return nats
 
-    def ask(self, case: Case) -> list[bool]:
-        """Whether greedy decoding gives each probe's answers, after `read` of the context."""
-        verdicts: list[bool] = []
+    def ask(self, case: Case) -> list[Verdict]:
+        """Of each probe's answers, after `read` of the context."""
+        verdicts: list[Verdict] = []
         for begin in range(0, len(case.probes), _PROBES):
             verdicts += self._ask(len(case.context), case.probes[begin : begin + _PROBES])
         return verdicts
@@ -119,7 +128,7 @@ class CodecReader:
             rows = self.latents[:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
             rows.copy_(estimate.of(rows).latents)
 
-    def _ask(self, position: int, probes: Sequence[Probe]) -> list[bool]:
+    def _ask(self, position: int, probes: Sequence[Probe]) -> list[Verdict]:
         """All in one step, each with a copy of the state and of the page that is not full."""
         shared, partial = divmod(position, PAGE_TOKENS)
         ids: list[int] = []
@@ -136,5 +145,10 @@ class CodecReader:
             wanted.append([len(ids) + i - 1 for pair in probe.spans for i in range(*pair)])
             ids += probe.ids
         rows = list(chain.from_iterable(wanted))
-        said = dict(zip(rows, self._forward(ids, spans, rows).argmax(-1).tolist(), strict=True))
-        return [all(said[row] == ids[row + 1] for row in of_probe) for of_probe in wanted]
+        logits = self._forward(ids, spans, rows)
+        targets = torch.tensor([ids[row + 1] for row in rows])
+        counts = [len(own) for own in wanted]
+        right = torch.split_with_sizes(logits.argmax(-1) == targets, counts)
+        nats = -logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+        lost = torch.split_with_sizes(nats.double(), counts)
+        return [Verdict(bool(r.all()), float(n.sum())) for r, n in zip(right, lost, strict=True)]

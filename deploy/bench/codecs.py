@@ -22,7 +22,7 @@ from expertmesh.actors.state.codec.pack import pack, unpack_layer
 from expertmesh.actors.state.codec.packed import Packed
 from expertmesh.deploy.bench.codec_errors import Errors, errors
 from expertmesh.deploy.bench.codec_estimates import SHIPPED, Estimate, compared, page, shipped
-from expertmesh.deploy.bench.codec_reader import SINKS, CodecReader
+from expertmesh.deploy.bench.codec_reader import SINKS, CodecReader, Verdict
 from expertmesh.deploy.eval.cases import Case, Maker
 from expertmesh.deploy.eval.filler import Filler
 from expertmesh.deploy.eval.needles import facts
@@ -39,15 +39,17 @@ class Amount(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 2048
     windows: int = 8
     context: int = 1024
-    contexts: int = 128
+    contexts: int = 64
 
 
 class Row(msgspec.Struct, kw_only=True):
     """bits: per value, as stored; exact_bits: with what is missing to the exact bytes, None where
     there is no way back. ratio: bits of the dtype over `bits`.
 
-    nats_change: per byte, against exact latents, with the standard error over windows. recall:
-    share of facts given back; lost and gained: facts against exact latents.
+    nats_change: per byte, against exact latents, with the standard error over windows. kl: nats per
+    token from what exact latents predict to what is predicted; it sees what nats do not. recall:
+    share of facts given back; lost and gained: facts against exact latents; answer_change: nats of
+    an answer, against exact latents. What the recurrent state alone can say shows in "centroid".
     """
 
     codec: str
@@ -60,10 +62,13 @@ class Row(msgspec.Struct, kw_only=True):
     nats_per_byte: float
     nats_change: float
     nats_error: float
+    kl: float
     recall: float
     facts: int
     lost: int
     gained: int
+    answer_change: float
+    answer_error: float
 
 
 class Speed(msgspec.Struct, kw_only=True):
@@ -84,10 +89,12 @@ def frontier(
     amount: Amount,
     dtypes: Sequence[Dtype] = ("bfloat16", "float32"),
     told: Callable[[str], None] = lambda line: None,
+    others: bool = True,
 ) -> list[Row]:
-    """Rows of every codec on the model's own latents. told: hears of each row that is done."""
+    """Rows of every codec on the model's own latents. told: hears of each row that is done. others:
+    also of those that are there to compare with."""
     rows = []
-    estimates = [*map(shipped, SHIPPED), *compared()]
+    estimates = [*map(shipped, SHIPPED), *(compared() if others else [])]
     with torch.inference_mode():
         for dtype in dtypes:
             most = max(amount.tokens, amount.context + PAGE_TOKENS)
@@ -162,7 +169,11 @@ class _Judge:
         reader.read(self._windows[0], exact)
         self._queries = reader.queries()
         self._latents = reader.latents[:, : amount.tokens].clone()
-        self._nats, self._verdicts = self._nats_of(exact), self._verdicts_of(exact)
+        self._exact: list[list[Tensor]] = [
+            list(reader.log_probs(ids, exact)) for ids in self._windows
+        ]
+        self._nats, _ = self._nats_of(exact)
+        self._verdicts = self._verdicts_of(exact)
 
     def row(self, estimate: Estimate, dtype: str) -> Row:
         again = self._latents.clone()
@@ -173,28 +184,43 @@ class _Judge:
             rows.copy_(reads[-1].latents)
         bits = fmean(read.bits for read in reads)
         exact = [read.exact_bits for read in reads if read.exact_bits is not None]
-        nats, verdicts = self._nats_of(estimate), self._verdicts_of(estimate)
+        nats, kl = self._nats_of(estimate)
+        verdicts = self._verdicts_of(estimate)
         changes = [
             (new - old) / size for new, old, size in zip(nats, self._nats, self._bytes, strict=True)
         ]
         pairs = list(zip(verdicts, self._verdicts, strict=True))
+        answers = [new.nats - old.nats for new, old in pairs]
         return Row(
             codec=estimate.name, dtype=dtype, shipped=estimate.name in SHIPPED,
-            bits=bits, ratio=8 * again.dtype.itemsize / bits, exact_bits=fmean(exact) if exact else None,
+            bits=bits, ratio=8 * again.dtype.itemsize / bits,
+            exact_bits=fmean(exact) if exact else None,
             errors=errors(self._queries, self._latents, again, SINKS * PAGE_TOKENS),
             nats_per_byte=sum(nats) / sum(self._bytes),
             nats_change=(sum(nats) - sum(self._nats)) / sum(self._bytes),
-            nats_error=_standard_error(changes),
-            recall=sum(verdicts) / max(1, len(verdicts)), facts=len(verdicts),
-            lost=sum(old and not new for new, old in pairs),
-            gained=sum(new and not old for new, old in pairs),
+            nats_error=_standard_error(changes), kl=kl,
+            recall=fmean(verdict.right for verdict in verdicts), facts=len(verdicts),
+            lost=sum(old.right and not new.right for new, old in pairs),
+            gained=sum(new.right and not old.right for new, old in pairs),
+            answer_change=fmean(answers), answer_error=_standard_error(answers),
         )  # fmt: skip
 
-    def _nats_of(self, estimate: Estimate) -> list[float]:
-        return [self._reader.read(ids, estimate) for ids in self._windows]
+    def _nats_of(self, estimate: Estimate) -> tuple[list[float], float]:
+        """Nats of each window without its first token, and KL per token of all."""
+        nats, kl, tokens = [], 0.0, 0
+        for ids, exact in zip(self._windows, self._exact, strict=True):
+            targets, lost = torch.split(torch.tensor(ids[1:]), PAGE_TOKENS), 0.0
+            for at, read in enumerate(self._reader.log_probs(ids, estimate)):
+                kl += float((exact[at].exp() * (exact[at] - read)).sum(dtype=torch.float64))
+                tokens += len(read)
+                if at < len(targets):
+                    scored = read[: len(targets[at])].gather(1, targets[at][:, None])
+                    lost -= float(scored.sum(dtype=torch.float64))
+            nats.append(lost)
+        return nats, kl / tokens
 
-    def _verdicts_of(self, estimate: Estimate) -> list[bool]:
-        verdicts: list[bool] = []
+    def _verdicts_of(self, estimate: Estimate) -> list[Verdict]:
+        verdicts: list[Verdict] = []
         for case in self._cases:
             self._reader.read(case.context, estimate, RECALL_STEP)
             verdicts += self._reader.ask(case)

@@ -79,6 +79,7 @@ def _goals(rows: list[Row]) -> dict[str, Any]:
         loss = 100 * (row.lost - row.gained) / max(1, row.facts)
         found[f"{at}: exact bytes <= 1.03x raw"] = [total, 0 < total <= 1.03]
         found[f"{at}: nats per byte <= {nats}"] = [row.nats_change, row.nats_change <= nats]
+        found[f"{at}: nats of an answer"] = [row.answer_change, row.answer_error]
         found[f"{at}: recall points <= {points}"] = [loss, loss <= points]
     return found
 

@@ -63,7 +63,10 @@ def decode(blob: Buffer, out: Words, *, signed: bool = True) -> None:
     widths = _PLANES[out.itemsize]
     try:
         if struct.unpack_from("<I", blob)[0] == _UNPACKED:
-            out.view(np.uint8)[:] = np.frombuffer(blob, np.uint8, offset=4)
+            raw = np.frombuffer(blob, np.uint8, offset=4)
+            if raw.size != out.nbytes:  # one byte would be written everywhere
+                raise ValueError(f"{raw.size} bytes unpacked")
+            out.view(np.uint8)[:] = raw
             return
         lengths = struct.unpack_from(f"<{len(widths)}I", blob)
         at, planes = 4 * len(widths), []

@@ -1,10 +1,14 @@
 """Items come back bit for bit, layer by layer, whatever is in them."""
 
+import random
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.actors.state.codec.pack import pack, unpack, unpack_layer
+from expertmesh.actors.state.codec import planes
+from expertmesh.actors.state.codec.pack import open_rows, pack, unpack, unpack_layer
 from expertmesh.actors.state.codec.packed import BadPayload, Packed
 from expertmesh.actors.state.item import Header, Item, Kind
 from expertmesh.actors.state.settings import Codec
@@ -108,3 +112,65 @@ def test_what_is_cut_or_of_another_model_is_refused(codec: Codec) -> None:
         Packed.parse(written + b"x")
     with pytest.raises(BadPayload, match="instead of"):
         Packed.parse(written, [((2, 64, 41), torch.bfloat16)])
+
+
+def test_what_does_not_give_its_bytes_back_is_kept_raw(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A codec that errs, on this machine and these bytes, costs room and never a wrong bit."""
+    right = planes.decode
+
+    def wrong(blob: memoryview, out: planes.Words, *, signed: bool = True) -> None:
+        right(blob, out, signed=signed)
+        out[7] ^= 1
+
+    latents = page(torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(planes, "decode", wrong)
+        packed = [pack(item(Kind.PAGE, latents), codec) for codec in ("lossless", "int8")]
+    assert [p.codec for p in packed] == ["raw", "raw"] and "kept raw" in caplog.text
+    for one in packed:
+        assert one.exact and one.base() is one and same(unpack(one)[0], latents)
+
+
+def test_threads_unpack_and_pack_at_once() -> None:
+    items = [item(Kind.PAGE, page(torch.bfloat16) * scale) for scale in range(1, 9)]
+
+    def both(at: int) -> bool:
+        one, codec = items[at % len(items)], CODECS[at % len(CODECS)]
+        return same(unpack(pack(one, codec))[0], one.parts[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(both, range(64)))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("codec", CODECS)
+def test_damage_is_found_or_stays_in_its_layer(codec: Codec) -> None:
+    """Checksums are the store's; here nothing may crash, hang or write beside its layer."""
+    latents = page(torch.bfloat16)
+    written = b"".join(pack(item(Kind.PAGE, latents), codec).buffers())
+    rng = random.Random(4)
+    for _ in range(200):
+        bad = bytearray(written)
+        for _ in range(rng.randint(1, 8)):
+            bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        out = torch.full((3, 64, 40), 7.0, dtype=torch.bfloat16)
+        try:
+            read = Packed.parse(bytes(bad), [((2, 64, 40), torch.bfloat16)])
+            unpack_layer(read, 0, 0, out[1])
+        except BadPayload:
+            pass
+        assert (out[0] == 7).all() and (out[2] == 7).all()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_base_is_told_from_the_exact_item_by_its_bytes(codec: Codec) -> None:
+    packed = pack(item(Kind.PAGE, page(torch.bfloat16)), codec)
+    exact, base = (b"".join(p.buffers()) for p in (packed, packed.base()))
+    assert len(base) < len(exact) and not exact.startswith(base)
+    codes = open_rows(packed.parts[0], packed.blobs[0][0])
+    assert codes.codes.shape == (64, 40) and codes.codes.dtype == torch.int8
+    assert codes.scales.shape == (64, 2) and codes.errors.shape == (64,)
+    with pytest.raises(BadPayload):
+        open_rows(packed.parts[0], packed.blobs[0][0][:-1])
