@@ -78,3 +78,45 @@ def kernels(
         raise typer.BadParameter("only with --aot", param_hint="--target")
     else:
         run_command(run_floors, operators or [], as_json)
+
+
+@bench.command()
+def tiers(
+    model: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Checkpoint folder. Default: the bundled model."),
+    ] = None,
+    part: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="memory, load, hits, recall or codecs; may be repeated. Default: all."),
+    ] = None,
+    length: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(min=64, help="Tokens of a prompt; may be repeated. Default: 1024, 4096."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="hits: per length and tier.")] = 20,
+    probes: Annotated[
+        int, typer.Option(min=1, help="recall: questions per task, length and setting.")
+    ] = 40,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder for tiers.json and its plots."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Of this process.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Where state is kept, and what that costs and saves, measured on a model's own engine.
+
+    memory: bytes of a sequence against its length, accounted and as the system sees them. load:
+    throughput and first tokens with state on the device, in host memory, on disk, or computed
+    again. hits: first tokens by length and tier. recall: right answers by what stays resident.
+    codecs: bits per value against errors and quality. Exit codes: 0 measured, 1 the engine failed,
+    2 wrong usage, 3 no such model, 4 a broken one.
+    """
+    from expertmesh.deploy.bench.tiers_report import Wish, run_tiers
+
+    wish = Wish(
+        model=(model or BUNDLED).absolute(), parts=part or [], lengths=length or [1024, 4096],
+        trials=trials, probes=probes, out=out, threads=threads, as_json=as_json,
+    )  # fmt: skip
+    run_command(run_tiers, wish)

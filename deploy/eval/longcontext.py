@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
+from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import KvReport
 from expertmesh.actors.attention.settings import EngineSettings
-from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import KvMode, StateSettings
 from expertmesh.deploy.eval.asking import Answer, Asker
@@ -20,6 +21,7 @@ from expertmesh.deploy.eval.tasks import make
 SPARE_TOKENS = 512
 STEP_TOKENS = 1024
 SLOTS = 16
+FAR_SLOTS = 4  # where every sequence has its own pages
 BINS = 5
 # Below this there is little to lose: a mode is judged only where everything at hand gets so much.
 GATE = 0.95
@@ -34,16 +36,17 @@ class Mode:
     state: StateSettings = field(default_factory=StateSettings)
 
     def engine_settings(self, length: int) -> EngineSettings:
-        """Device pages for what the mode holds on the device, and no more."""
-        held = length + SPARE_TOKENS
-        if self.kv_mode != "exact":
-            near = self.state.sink_tokens + self.state.window_tokens
-            held = min(held, near + STEP_TOKENS + PAGE_TOKENS)
-        # Each probe goes on from the shared pages on its own.
-        own = SLOTS * pages_for(SPARE_TOKENS)
+        """Device pages for what the mode holds on the device, and few more."""
+        if self.kv_mode == "exact":
+            slots = SLOTS  # which share the text's pages and go on from them on their own
+            pages = pages_for(length + SPARE_TOKENS) + slots * pages_for(SPARE_TOKENS)
+        else:
+            slots = FAR_SLOTS
+            tokens = self.state.sink_tokens + self.state.window_tokens + STEP_TOKENS
+            pages = slots * (pages_for(tokens) + 2)
         return EngineSettings(
-            pages=pages_for(held) + own,
-            slots=SLOTS,
+            pages=pages,
+            slots=slots,
             step_tokens=STEP_TOKENS,
             state=self.state.model_copy(update={"kv_mode": self.kv_mode}),
         )
@@ -119,11 +122,19 @@ def evaluate(
 
 
 def answer(
-    subject: Subject, maker: Maker, mode: Mode, task: str, length: int, plan: Plan
+    subject: Subject,
+    maker: Maker,
+    mode: Mode,
+    task: str,
+    length: int,
+    plan: Plan,
+    watch: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Answer]:
-    """At least plan.probes of them, from as many texts as that takes; the same for every mode."""
+    """At least plan.probes of them, from as many texts as that takes; the same for every mode.
+    watch: called after every step."""
     with subject.engine(mode.engine_settings(length)) as engine:
-        return list(Asker(engine).ask(_cases(maker, task, length, plan)))
+        asker = Asker(engine, watch=partial(watch, engine))
+        return list(asker.ask(_cases(maker, task, length, plan)))
 
 
 def _cases(maker: Maker, task: str, length: int, plan: Plan) -> Iterator[tuple[int, Case]]:

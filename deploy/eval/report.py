@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from expertmesh.actors.state.settings import StateSettings
-from expertmesh.deploy.eval.asking import EngineEnded
 from expertmesh.deploy.eval.cases import Maker
+from expertmesh.deploy.eval.driver import EngineEnded
 from expertmesh.deploy.eval.filler import Filler, Noise, Prose, Text
 from expertmesh.deploy.eval.longcontext import GATE, Cell, Mode, Plan, evaluate
 from expertmesh.deploy.eval.subject import Subject

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 
 import torch
 
@@ -15,6 +16,7 @@ from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.model import Model
 from expertmesh.actors.model.tokenizer import Tokenizer
+from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
 from expertmesh.actors.state.opening import open_tiers
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.kernels.registry import load_kernels
@@ -42,6 +44,21 @@ class Subject:
             ExpertBank(self.config, kernels, experts, source, dtype=dtype, cache_bytes=EXPERT_BYTES)
         )
         self._model = Model(self.config, kernels, source, dtype=dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of 64 tokens over all MLA layers."""
+        return bytes_per_page(self.config, self._model.dtype)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one sequence's KDA state, and of a snapshot."""
+        return bytes_per_slot(self.config, self._model.dtype)
+
+    def random_prompt(self, seed: str, tokens: int) -> list[int]:
+        """Text tokens that mean nothing; times and sizes do not depend on them."""
+        rng = Random(seed)
+        return [rng.randrange(self.tokenizer.ordinary) for _ in range(tokens)]
 
     @contextmanager
     def engine(self, settings: EngineSettings) -> Iterator[Engine]:

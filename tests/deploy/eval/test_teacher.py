@@ -8,8 +8,9 @@ from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.state.settings import StateSettings
-from expertmesh.deploy.eval.asking import Asker, EngineEnded
+from expertmesh.deploy.eval.asking import Asker
 from expertmesh.deploy.eval.cases import Case, Maker, Probe
+from expertmesh.deploy.eval.driver import EngineEnded
 from expertmesh.deploy.eval.subject import Subject
 from expertmesh.deploy.eval.tasks import make
 

@@ -1,0 +1,162 @@
+"""Curves of `expertmesh bench tiers`, as PNG."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from expertmesh.deploy.bench.codecs import Row
+from expertmesh.deploy.bench.tiers_hits import Hit
+from expertmesh.deploy.bench.tiers_load import Load
+from expertmesh.deploy.bench.tiers_memory import Memory
+from expertmesh.deploy.bench.tiers_recall import Point
+from expertmesh.deploy.eval.plots import COLOURS, log2_axis, panels, save
+
+MIB = 2**20
+
+
+def plot_memory(found: Sequence[Memory], path: Path) -> None:
+    """Accounted bytes on the device and PSS of the process, against the length of the prompt."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    device, host, pss = figure.subplots(1, 3)
+    lengths = sorted({one.tokens for one in found})
+    for at, mode in enumerate(_ordered(one.mode for one in found)):
+        own = [one for one in found if one.mode == mode]
+        tokens, colour = [one.tokens for one in own], COLOURS[at]
+        held = [(one.near + one.index + one.recent) / MIB for one in own]
+        device.plot(tokens, held, "o-", color=colour, label=mode)
+        if any(one.scratch for one in own):
+            with_scratch = [size + one.scratch / MIB for size, one in zip(held, own, strict=True)]
+            device.plot(tokens, with_scratch, ":", color=colour, label=f"{mode}, with scratch")
+        host.plot(tokens, [one.host / MIB for one in own], "o-", color=colour, label=mode)
+        pss.plot(tokens, [one.pss / MIB for one in own], "o-", color=colour, label=mode)
+        pss.plot(tokens, [one.peak_pss / MIB for one in own], ":", color=colour)
+    device.set_title("on the device while answering, accounted")
+    host.set_title("old pages in host memory, accounted")
+    pss.set_title("PSS of the process (dotted: its peak)")
+    for axis in (device, host, pss):
+        log2_axis(axis, lengths)
+        axis.set_yscale("symlog", base=2, linthresh=1)
+        axis.set_ylabel("MiB")
+    device.legend(fontsize=8)
+    figure.supxlabel("tokens of prompt", fontsize=10)
+    save(figure, path)
+
+
+def plot_load(found: Sequence[Load], path: Path) -> None:
+    """Tokens per second, and time to the first token, against the number of clients."""
+    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+    rate, first = figure.subplots(1, 2)
+    clients = sorted({one.clients for one in found})
+    for at, system in enumerate(_ordered(one.system for one in found)):
+        own = [one for one in found if one.system == system]
+        n, colour = [one.clients for one in own], COLOURS[at]
+        rate.plot(n, [one.tokens_per_s for one in own], "o-", color=colour, label=system)
+        first.plot(n, [one.first_p50_s * 1e3 for one in own], "o-", color=colour, label=system)
+        first.plot(n, [one.first_p99_s * 1e3 for one in own], ":", color=colour)
+    rate.set_title("generated tokens per second")
+    first.set_title("ms to the first token: median, p99 dotted")
+    first.set_yscale("log")
+    for axis in (rate, first):
+        log2_axis(axis, clients)
+    rate.set_ylim(bottom=0)
+    rate.legend(fontsize=8)
+    figure.supxlabel("clients at the same time", fontsize=10)
+    save(figure, path)
+
+
+def plot_hits(found: Sequence[Hit], path: Path) -> None:
+    """Time to the first token by tier, and how many times sooner it is than computing again."""
+    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+    seconds, ratio = figure.subplots(1, 2)
+    lengths = sorted({one.tokens for one in found})
+    cold = {one.tokens: one.recompute_s * 1e3 for one in found}
+    seconds.plot(lengths, [cold[n] for n in lengths], "o-", color=COLOURS[-1], label="recompute")
+    for at, tier in enumerate(_ordered(one.tier for one in found)):
+        own = [one for one in found if one.tier == tier]
+        n, colour = [one.tokens for one in own], COLOURS[at]
+        seconds.plot(n, [one.median_s * 1e3 for one in own], "o-", color=colour, label=tier)
+        ratio.plot(n, [one.ratio for one in own], "o-", color=colour, label=tier)
+    ratio.axhline(1, color="black", linewidth=0.8)
+    seconds.set_title("ms to the first token")
+    ratio.set_title("times sooner than computed again")
+    for axis in (seconds, ratio):
+        log2_axis(axis, lengths)
+        axis.set_yscale("log")
+    seconds.legend(fontsize=8)
+    figure.supxlabel("tokens of prompt", fontsize=10)
+    save(figure, path)
+
+
+def plot_recall(found: Sequence[Point], path: Path) -> None:
+    """Share of right answers against the share of the latents that stays resident, a panel per
+    task, a line per length; the rightmost point of a line reads everything."""
+    tasks = _ordered(one.cell.task for one in found)
+    figure, axes = panels(len(tasks))
+    for task, axis in zip(tasks, axes, strict=True):
+        for at, length in enumerate(sorted({one.cell.length for one in found})):
+            own = sorted(
+                (one for one in found if (one.cell.task, one.cell.length) == (task, length)),
+                key=lambda one: one.share,
+            )
+            recall = [one.cell.recall for one in own]
+            bars = [
+                [one.share - one.low for one in recall],
+                [one.high - one.share for one in recall],
+            ]
+            axis.errorbar(
+                [one.share for one in own], [one.share for one in recall], yerr=bars, marker="o",
+                markersize=4, capsize=2, linewidth=1.2, color=COLOURS[at % len(COLOURS)],
+                label=f"{length} tokens",
+            )  # fmt: skip
+        axis.axvline(0.25, color="black", linewidth=0.8, linestyle=":")
+        axis.set_xlim(0, 1.03)
+        axis.set_ylim(-0.03, 1.03)
+        axis.grid(alpha=0.3)
+        axis.set_title(task)
+    axes[0].set_ylabel("share right")
+    axes[-1].legend(fontsize=8, loc="best")
+    figure.supxlabel("resident share of the latents (dotted: a quarter)", fontsize=10)
+    save(figure, path)
+
+
+def plot_codecs(found: Sequence[Row], path: Path) -> None:
+    """Rate against distortion: what a value's bits cost in rows, attention, nats and recall."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    rows, nats, recall = figure.subplots(1, 3)
+    for at, dtype in enumerate(_ordered(one.dtype for one in found)):
+        own = [one for one in found if one.dtype == dtype]
+        lossy = [one for one in own if one.errors.row_mse > 0]
+        bits, colour = [one.bits for one in lossy], COLOURS[at]
+        rows.plot(bits, [one.errors.row_mse for one in lossy], "o", color=colour,
+                  label=f"{dtype}, rows")  # fmt: skip
+        rows.plot(bits, [one.errors.output_mean**2 for one in lossy], "x", color=colour,
+                  label=f"{dtype}, attention output")  # fmt: skip
+        changes = [abs(one.nats_change) for one in lossy]
+        errors = [one.nats_error for one in lossy]
+        nats.errorbar(bits, changes, yerr=errors, fmt="o", capsize=2, color=colour, label=dtype)
+        recall.plot([one.bits for one in own], [one.recall for one in own], "o", color=colour)
+        if at == 0:
+            _name(nats, lossy, changes)
+    rows.set_title("squared relative error")
+    rows.set_yscale("log")
+    nats.set_title("change in nats per byte")
+    nats.set_yscale("symlog", linthresh=1e-4)
+    recall.set_title("share of facts given back")
+    for axis in (rows, nats, recall):
+        axis.grid(alpha=0.3)
+    rows.legend(fontsize=8)
+    figure.supxlabel("bits per value, as stored", fontsize=10)
+    save(figure, path)
+
+
+def _name(axis: Axes, rows: Sequence[Row], heights: Sequence[float]) -> None:
+    for one, height in zip(rows, heights, strict=True):
+        axis.annotate(one.codec, (one.bits, height), fontsize=7, xytext=(4, 4),
+                      textcoords="offset points")  # fmt: skip
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """Each once, in order of appearance."""
+    return list(dict.fromkeys(names))
