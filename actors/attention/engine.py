@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 from torch import Tensor
 
+from expertmesh.actors.attention.contexts import Contexts
 from expertmesh.actors.attention.inbox import Inbox
 from expertmesh.actors.attention.masks import MaskMaker, Masks
 from expertmesh.actors.attention.messages import (
@@ -107,7 +108,9 @@ class Engine:
             assert isinstance(state, ModelState)
             self.cache = StateCache(state, settings.state, fingerprint, store, settings.step_tokens)
         self.pages, self.slots = self.cache.pages, Pool("slot", state.slots, compact=True)
-        self.scheduler = Scheduler(settings, self.cache, self.slots)
+        self._contexts = Contexts(model, settings)
+        near_pages = self._contexts.near_pages
+        self.scheduler = Scheduler(settings, self.cache, self.slots, near_pages)
         self.sampler = Sampler(model.kernels, state.latents.device)
         self._masks = MaskMaker(model.config.vocab_size, state.latents.device)
         self._grammars = grammars
@@ -118,6 +121,8 @@ class Engine:
             pages=state.pages,
             max_logprobs=settings.max_logprobs,
             eos_ids=self._eos_ids,
+            kv_mode=settings.state.kv_mode,
+            near_pages=near_pages,
         )
         self.inbox = Inbox(grammars, arrived or threading.Event())
         self.sessions: SessionDesk | NoSessions = NoSessions()
@@ -174,6 +179,7 @@ class Engine:
         stats.pages_free, stats.slots_free = self.pages.free, self.slots.free
         stats.preemptions = self.scheduler.preemptions
         stats.cache = self.cache.stats()
+        self._contexts.count(stats.cache)
         stats.cache.sessions = self.sessions.count
         stats.failed = self.failed
         return stats
@@ -291,7 +297,7 @@ class Engine:
         arrived = self.inbox.names[request.request_id]
         seq = Sequence(request, self._submitted, due, self._eos_ids, arrived, matcher)
         self._sequences[seq.id] = seq
-        self.cache.open(seq, request.tenant, tip=tip)
+        self.cache.open(seq, request.tenant, self._contexts.enter(seq, request), tip)
         self.scheduler.add(seq)
 
     def _turn_away(
@@ -311,7 +317,8 @@ class Engine:
         return output
 
     def _check_idle(self) -> None:
-        if len(self._sequences) > self.cache.loading:
+        # What has arrived since the plan was made is served by the next one.
+        if len(self._sequences) > self.cache.waiting:
             heads = self.scheduler.running[:1] + self.scheduler.waiting[:1]
             raise EngineStalled(
                 f"{len(self.scheduler.running)} running and {len(self.scheduler.waiting)} waiting, "
@@ -415,6 +422,7 @@ class Engine:
         """An output with what is due once (prompt log-probabilities) or piles up (routing)."""
         output = TokenOutput(request_id=seq.id, prompt_tokens=seq.prompt_len)
         output.cached_tokens = seq.prefix.hit or 0
+        output.kv = self._contexts.report(seq)
         if seq.routing:
             output.routed_experts = bytes(seq.routing)
             seq.routing.clear()

@@ -9,22 +9,23 @@ Everything here runs on the engine's thread. A sequence
 - `close`s, or is `withdraw`n when its state cannot be trusted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
+import torch
 from torch import Tensor
 
-from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.model.batch import NO_PAGE, PAGE_TOKENS
 from expertmesh.actors.state.device import DeviceState
 from expertmesh.actors.state.filling import LayerFill, take_out
-from expertmesh.actors.state.item import Header, Item, Kind, Name, Tier
+from expertmesh.actors.state.item import Header, Item, Kind, Name
 from expertmesh.actors.state.keys import root_key
+from expertmesh.actors.state.lookup import Lookup
 from expertmesh.actors.state.model_state import ModelState
 from expertmesh.actors.state.prefix import (
     NOWHERE,
     Owner,
     Prefix,
-    Start,
     ladder,
     last_start,
     thin,
@@ -36,10 +37,6 @@ from expertmesh.actors.state.tiers.ceiling import Ceiling
 from expertmesh.actors.state.tip import Tip, onward
 from expertmesh.actors.state.tree import NOTHING
 
-# How many places to begin are weighed against each other, deepest first.
-CHOICES = 8
-# What a measured time moves towards with each new one.
-PACE = 0.2
 KEPT_CHECKPOINTS = 2
 EVERYTHING = 1 << 60
 
@@ -61,8 +58,7 @@ class StateCache:
         self.fingerprint = fingerprint + (b"" if cell >= PAGE_TOKENS else b" cell %d" % cell)
         self._count = CacheStats(snapshots_total=state.snapshots)
         self._ceiling = Ceiling()
-        self._fetching: dict[int, Prefix] = {}  # by the number of the sequence that waits
-        self._token_s, self._step_s = 1e-4, 1e-3  # of a prompt token, and of a decode step
+        self.lookup = Lookup(self.device, store, settings, self._count)
         self._filled: list[Prefix] = []
 
     # --- a sequence arrives -------------------------------------------------------------------
@@ -79,12 +75,12 @@ class StateCache:
                 tip = None
         seq.prefix = Prefix(root, self.device.layout, tuple(switches), tip)
         self._ceiling.add(seq.prefix.all_keys(seq.tokens[: seq.prompt_len]))
-        self._look(seq)
+        self.lookup.ask(seq)
 
     def reopen(self, seq: Owner) -> None:
         """The sequence has lost its pages and slot and will start again."""
         prefix = seq.prefix
-        self._stop_loading(seq)
+        self.lookup.stop(seq)
         self._free_places(prefix)
         prefix.published, prefix.looked = 0, False
         prefix.start, prefix.shared, prefix.rungs = NOWHERE, [], []
@@ -92,99 +88,16 @@ class StateCache:
     @property
     def loading(self) -> int:
         """Sequences that wait for nothing but a load that has not ended."""
-        return sum(p.fetch is not None and not p.fetch.done for p in list(self._fetching.values()))
+        return self.lookup.loading
 
-    def _look(self, seq: Owner) -> None:
-        """Starts to load what lower tiers have, where that is sooner here than computed again."""
-        prefix = seq.prefix
-        prefix.looked = True
-        if self.store is None:
-            return
-        start = self._soonest(seq)
-        missing = [name for name in start.names if not self.device.has(name)]
-        if missing:
-            prefix.fetch = self.store.fetch(missing, self.settings.read_timeout_s)
-            self._fetching[seq.number] = prefix
-            self._count.loads += 1
-
-    def _soonest(self, seq: Owner) -> Start:
-        """The place to begin, in whatever tier, from which the first token comes soonest."""
-        assert self.store is not None
-        here = self._start_here(seq)
-        best, best_s = here, self._compute_s(seq, here.position)
-        if seq.prefix.tip is not None and not here.position:
-            best_s = float("inf")  # computed again, the rest of the session would have other bits
-        for start in self._starts(seq, lambda name: self._tier(name) is not None):
-            if start.position <= here.position:
-                break
-            missing = [name for name in start.names if not self.device.has(name)]
-            seconds = self.store.load_seconds(missing) if missing else 0.0
-            seconds += self._compute_s(seq, start.position)
-            if seconds < best_s:
-                best, best_s = start, seconds
-        return best
-
-    def _compute_s(self, seq: Owner, position: int) -> float:
-        prompt = max(0, seq.prompt_len - position)
-        decode = len(seq.tokens) - max(position, seq.prompt_len)
-        return prompt * self._token_s + decode * self._step_s
+    @property
+    def waiting(self) -> int:
+        """These, and the ones whose load has ended since the last plan."""
+        return self.lookup.waiting
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
         """What a step took, for the next choice between loading and computing."""
-        if prompt_tokens:
-            self._token_s += PACE * (seconds / prompt_tokens - self._token_s)
-        else:
-            self._step_s += PACE * (seconds - self._step_s)
-
-    # --- where it can begin -------------------------------------------------------------------
-
-    def _starts(self, seq: Owner, have: Callable[[Name], bool]) -> list[Start]:
-        """Places to begin, the deepest first, at most CHOICES. have: whether a name counts.
-
-        Each needs all pages below it and the snapshot at it (kv-state 3.1).
-        """
-        prefix, starts = seq.prefix, list[Start]()
-        tip = prefix.tip
-        first = prefix.hit is None and tip is None and len(seq.tokens) == seq.prompt_len
-        if first and not self.settings.prefix_cache:
-            return starts
-        last = last_start(seq.readable + 1) // PAGE_TOKENS
-        pages: list[Name] = []
-        while len(pages) < last:
-            name = Name(prefix.key(len(pages), seq.tokens), Kind.PAGE)
-            if not have(name):
-                break
-            pages.append(name)
-        # What is named below a tip was not computed as this prompt would be: tip or nothing.
-        below = 0 if tip is None else tip.position // PAGE_TOKENS
-        for count in range(len(pages), below, -1):
-            if len(starts) >= CHOICES:
-                break
-            snapshot = Name(prefix.keys[count - 1], Kind.SNAPSHOT)
-            if have(snapshot):
-                starts.append(Start(count * PAGE_TOKENS, [*pages[:count], snapshot]))
-        if tip is not None and tip.position <= seq.readable and all(map(have, tip.names)):
-            starts.append(Start(tip.position, tip.names))
-        return starts
-
-    def _start_here(self, seq: Owner) -> Start:
-        """The deepest place to begin with what is on the device or has been loaded."""
-        loaded = seq.prefix.loaded
-
-        def here(name: Name) -> bool:
-            if name in loaded:
-                return True
-            node = self.device.find(name)
-            return node is not None and seq.prefix.fits(
-                node.header(name.kind, self.device.layout), seq.tokens
-            )
-
-        return next(iter(self._starts(seq, here)), NOWHERE)
-
-    def _tier(self, name: Name) -> Tier | None:
-        if self.device.has(name):
-            return "hot"
-        return None if self.store is None else self.store.where(name)
+        self.lookup.observe(prompt_tokens, seconds)
 
     # --- it starts ----------------------------------------------------------------------------
 
@@ -194,17 +107,18 @@ class StateCache:
         It reads them from now on; `detach` or `begin` follows. Its `computed` is where it begins.
         """
         prefix = seq.prefix
-        if not prefix.looked:
-            self._look(seq)
-        if prefix.fetch is not None and not self._take_over(seq):
+        if not self.lookup.answered(seq):
             return None
-        start = prefix.start = self._start_here(seq)
+        start = prefix.start = self.lookup.here(seq)
         if prefix.tip is not None and start.position < prefix.tip.position:
             self._forget_tip(seq)
             return self.attach(seq)
         seq.computed = start.position
         nodes = [self.device.find(name) for name in start.names[:-1]]
-        prefix.shared = [NOTHING if node is None else node.page for node in nodes]
+        old = self._old(seq)
+        prefix.shared = [
+            NOTHING if node is None or at in old else node.page for at, node in enumerate(nodes)
+        ]
         if start.position % PAGE_TOKENS:
             prefix.shared[-1] = NOTHING  # it goes on writing there, so that page must be its own
         mine = [page for page in prefix.shared if page != NOTHING]
@@ -215,7 +129,7 @@ class StateCache:
         """The state that it was to go on from is gone: its prompt is as any other, and so are its
         names."""
         prefix = seq.prefix
-        self._stop_loading(seq)
+        self.lookup.stop(seq)
         prefix.tip, prefix.switches = None, (seq.prompt_len,)
         prefix.keys, prefix.looked = [], False
 
@@ -225,34 +139,33 @@ class StateCache:
         seq.prefix.shared, seq.computed = [], 0
 
     def pages_of(self, seq: Owner, count: int) -> list[int]:
-        """The sequence's pages, `count` in all, those that it shares among them."""
-        shared = seq.prefix.shared
+        """The sequence's pages, `count` in all, those that it shares among them; besides, what its
+        context now has."""
+        shared, old = seq.prefix.shared, self._old(seq)
+        for at in old:  # before room is made for others: they may lie idle
+            self._set_aside(seq, at)
         own = iter(self.pages.take(seq.number, count - sum(p != NOTHING for p in shared)))
-        return [next(own) if page == NOTHING else page for page in shared] + list(own)
+        return [
+            NO_PAGE if at in old else next(own) if page == NOTHING else page
+            for at, page in enumerate(shared)
+        ] + list(own)
 
-    def _take_over(self, seq: Owner) -> bool:
-        """Whether the sequence's load has ended. What it brought, where all is of these very
-        tokens, is used."""
-        prefix = seq.prefix
-        fetch = prefix.fetch
-        if fetch is None or not fetch.done:
-            return fetch is None
-        if seq.number not in self._fetching:
-            return True
-        del self._fetching[seq.number]
-        items = fetch.items
-        if items is None or not all(
-            item.exact and prefix.fits(item.header, seq.tokens) for item in items
-        ):
-            self._count.loads_failed += 1
-            prefix.let_go()
-        else:
-            prefix.loaded = {item.header.name: item for item in items}
-        return True
+    def _old(self, seq: Owner) -> range:
+        """Pages of where it begins that do not come to the device."""
+        context = seq.context
+        return range(0) if context is None else context.leaving(seq.prefix.start.position)
 
-    def _stop_loading(self, seq: Owner) -> None:
-        self._fetching.pop(seq.number, None)
-        seq.prefix.let_go()
+    def _set_aside(self, seq: Owner, at: int) -> None:
+        assert seq.context is not None
+        name = seq.prefix.start.names[at]
+        node = self.device.find(name)
+        if node is not None:
+            seq.context.take(self.device.page(node.page))
+            return
+        rows = torch.empty_like(self.device.page(0))
+        for layer, out in enumerate(rows):
+            seq.prefix.loaded[name].layer(0, layer, out)
+        seq.context.take(rows)
 
     def begin(self, seqs: Sequence[Owner]) -> None:
         """Slots and pages get what their sequences start from, before the forward pass of the step
@@ -261,7 +174,7 @@ class StateCache:
         for seq in seqs:
             prefix = seq.prefix
             shared = {page for page in prefix.shared if page != NOTHING}
-            self.state.zero_pages([page for page in seq.pages if page not in shared])
+            self.state.zero_pages([page for page in seq.near if page not in shared])
             # By ownership, not by length: a one-token prompt must not inherit a stranger's state.
             self.state.zero_slot(seq.slot)
             if prefix.start.position:
@@ -289,7 +202,7 @@ class StateCache:
         copied = [
             (seq.pages[at], prefix.loaded[name])
             for at, name in enumerate(pages)
-            if prefix.shared[at] == NOTHING
+            if prefix.shared[at] == NOTHING and seq.pages[at] != NO_PAGE
         ]
         if prefix.loaded:
             self._filled.append(prefix)
@@ -325,7 +238,7 @@ class StateCache:
         start, end = seq.prefix.start.position, last_start(seq.prompt_len)
         known = start // PAGE_TOKENS
         while known * PAGE_TOKENS < end:
-            if self._tier(Name(seq.prefix.key(known, seq.tokens), Kind.PAGE)) is None:
+            if self.lookup.tier(Name(seq.prefix.key(known, seq.tokens), Kind.PAGE)) is None:
                 break
             known += 1
         self._count.recomputed_state += max(0, known * PAGE_TOKENS - start)
@@ -339,7 +252,7 @@ class StateCache:
         while prefix.wanted and prefix.wanted[0] <= end:
             position = prefix.wanted.pop(0)
             key = prefix.key(position // PAGE_TOKENS - 1, seq.tokens)
-            if position <= begin or self._tier(Name(key, Kind.SNAPSHOT)) is not None:
+            if position <= begin or self.lookup.tier(Name(key, Kind.SNAPSHOT)) is not None:
                 continue
             place = self.device.take_place()
             if place is not None:
@@ -363,14 +276,24 @@ class StateCache:
 
     def commit(self, seq: Owner) -> None:
         """The step that brought the sequence to `computed` has completed."""
+        self._name(seq)
+        if seq.context is not None:
+            gone = seq.context.leave(self.state.latents, seq.pages, seq.computed)
+            self.pages.give_back(seq.number, gone)
+
+    def _name(self, seq: Owner) -> None:
+        """What is whole is found by others from now on, and safe where it must be."""
         prefix = seq.prefix
         whole = seq.computed // PAGE_TOKENS
         if whole == prefix.published and not prefix.saving:
             return
         for at in range(prefix.published, whole):
+            if seq.pages[at] == NO_PAGE:
+                continue
             header = prefix.header(Kind.PAGE, at, seq.tokens)
             seq.pages[at] = self.device.name_page(header, seq.number, seq.pages[at])
-            if header.lineage == "prefill":
+            # Pages of answers can wait for a checkpoint, unless they are to leave the device.
+            if header.lineage == "prefill" or seq.context is not None:
                 self._put(header, (self.device.page(seq.pages[at]),))
         prefix.published = whole
         saved = [position for position, _ in prefix.saving]
@@ -466,7 +389,7 @@ class StateCache:
 
     def close(self, seq: Owner) -> None:
         """The sequence has ended."""
-        self._stop_loading(seq)
+        self.lookup.stop(seq)
         self._free_places(seq.prefix)
         if self.store is not None and seq.prefix.checkpoints:
             self.store.drop(seq.prefix.checkpoints)
@@ -475,10 +398,15 @@ class StateCache:
     def withdraw(self, seq: Owner) -> None:
         """Nothing that this sequence has read or written may be found any more: its numbers were
         not finite. What nobody else reads is zeroed."""
-        nodes = [node for page in seq.pages if (node := self.device.forget_page(page))]
+        far = [
+            key for key, page in zip(seq.prefix.keys, seq.pages, strict=False) if page == NO_PAGE
+        ]
+        gone = [node.page for key in far if (node := self.device.find(Name(key, Kind.PAGE)))]
+        nodes = [node for page in seq.near + gone if (node := self.device.forget_page(page))]
         if self.store is not None:
-            self.store.drop([Name(node.key, kind) for node in nodes for kind in Kind])
-        self.state.zero_pages([p for p in seq.pages if self.pages.alone(seq.number, p)])
+            keys = [*far, *(node.key for node in nodes)]
+            self.store.drop([Name(key, kind) for key in keys for kind in Kind])
+        self.state.zero_pages([p for p in seq.near if self.pages.alone(seq.number, p)])
 
     def evict(self, pages: int = EVERYTHING, snapshots: int = EVERYTHING) -> None:
         """Forgets up to so many pages that nobody uses, and snapshots, on the device."""
@@ -497,6 +425,6 @@ class StateCache:
             snapshot_bytes=device.tree.snapshots * self.state.slot_bytes,
             evicted_pages=device.evicted_pages,
             evicted_snapshots=device.evicted_snapshots,
-            loading=len(self._fetching),
+            loading=self.lookup.waiting,
             store=self._count.store if self.store is None else self.store.stats(),
         )

@@ -30,7 +30,7 @@ class PlainState(Protocol):
 class PlainCache:
     """Pages alone. Its methods are those of StateCache."""
 
-    loading = 0
+    loading = waiting = 0
 
     def __init__(self, state: PlainState) -> None:
         self._state = state
@@ -65,14 +65,16 @@ class PlainCache:
         pass
 
     def commit(self, seq: Owner) -> None:
-        pass
+        if seq.context is not None:
+            gone = seq.context.leave(self._state.latents, seq.pages, seq.computed)
+            self.pages.give_back(seq.number, gone)
 
     def close(self, seq: Owner) -> None:
         pass
 
     def withdraw(self, seq: Owner) -> None:
         latents = self._state.latents
-        latents.view(latents.shape[0], self.pages.size, PAGE_TOKENS, -1)[:, seq.pages] = 0
+        latents.view(latents.shape[0], self.pages.size, PAGE_TOKENS, -1)[:, seq.near] = 0
 
     def stats(self) -> CacheStats:
         return CacheStats()

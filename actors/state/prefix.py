@@ -6,13 +6,15 @@ from typing import NamedTuple, Protocol
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.item import Header, Kind, Lineage, Name
 from expertmesh.actors.state.keys import chain
+from expertmesh.actors.state.offload.context import OffloadedContext
 from expertmesh.actors.state.store import Fetch, Loaded
 from expertmesh.actors.state.tip import Tip
 
 
 class Owner(Protocol):
     """What the cache needs of a sequence. readable: most tokens that need not be computed again
-    (log-probabilities and routing are only known of tokens that are)."""
+    (log-probabilities and routing are only known of tokens that are). context: who has its old
+    pages, NO_PAGE in `pages`, where not all stay on the device; near: those that are there."""
 
     number: int
     tokens: list[int]
@@ -21,9 +23,13 @@ class Owner(Protocol):
     slot: int
     pages: list[int]
     prefix: "Prefix"
+    context: OffloadedContext | None
 
     @property
     def readable(self) -> int: ...
+
+    @property
+    def near(self) -> list[int]: ...
 
 
 class Start(NamedTuple):
@@ -46,8 +52,8 @@ class Prefix:
     was known. rungs: those of the ladder that it has left. saved_at: position of the last state
     that a loss of this process leaves. checkpoints: names of snapshots that only this sequence
     uses. start, shared: where it begins, and the pages that it reads for that. fetch, loaded: what
-    comes and has come from lower tiers. looked: whether they were asked. hit: tokens of the prompt
-    that the first start did not compute.
+    comes and has come from lower tiers. noted, looked: whether the disk was looked at anew, and
+    whether the tiers were asked. hit: tokens of the prompt that the first start did not compute.
     """
 
     root: bytes
@@ -65,6 +71,7 @@ class Prefix:
     start: Start = NOWHERE
     shared: list[int] = field(default_factory=list)
     fetch: Fetch | None = None
+    noted: bool = False
     looked: bool = False
     loaded: dict[Name, Loaded] = field(default_factory=dict)
     hit: int | None = None

@@ -128,8 +128,9 @@ class Store(Protocol):
         """Removes items from every tier, such as a checkpoint that a newer one replaces."""
         ...
 
-    def look(self) -> None:
-        """Takes note, in the background, of what other replicas have written to the disk."""
+    def look(self) -> Fetch:
+        """Takes note of what other replicas have written to the disk. Done when it has, or when
+        that takes too long; nothing is loaded."""
         ...
 
     def stats(self) -> StoreStats: ...
