@@ -111,13 +111,14 @@ class DiskLog:
                 self._write(header, codec, raw_bytes, payload, pinned, spare=False)
                 break
             except DiskFull as error:
+                beyond_us = isinstance(error.__cause__, OSError)
                 # One segment and one more try: if others fill the disk, all would not be enough.
-                if last or not self._evict():
-                    beyond_us = isinstance(error.__cause__, OSError)
-                    self._full_until = self._clock() + FULL_PAUSE_S if beyond_us else 0.0
-                    self._counters.read_only = "full"
-                    self._counters.fail("full")
-                    raise
+                if beyond_us and not last and self._evict():
+                    continue
+                self._full_until = self._clock() + FULL_PAUSE_S if beyond_us else 0.0
+                self._counters.read_only = "full"
+                self._counters.fail("full")
+                raise
         self._full_until, self._counters.read_only = 0.0, ""
         return True
 
@@ -165,6 +166,8 @@ class DiskLog:
 
     def _make_room(self, nbytes: int, spare: bool) -> None:
         """A segment in which the next record fits, under the cap. Raises DiskFull."""
+        if nbytes > self._space.capacity - 2 * self._space.segment:
+            raise DiskFull(f"a record of {nbytes} bytes, {self._space.capacity} are the cap")
         while not self._writer.fits(nbytes):
             if self._space.begin_segment(self._writer, nbytes, spare):
                 return

@@ -20,7 +20,7 @@ WAIT_S = 30.0
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_a_miss_with_a_counter(kind: str) -> None:
     patient = Patient(seed=3)
-    for _ in range(40):
+    for _ in range(12):
         patient.trial(kind)
 
 

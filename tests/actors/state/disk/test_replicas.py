@@ -226,7 +226,7 @@ def test_readers_meet_no_wrong_byte_while_others_write_and_evict(tmp_path: Path)
     """On real files, with threads."""
 
     def start() -> DiskLog:
-        return DiskLog.open(tmp_path, capacity=20 * SEGMENT, layout=LAYOUT, segment_bytes=SEGMENT)
+        return DiskLog.open(tmp_path, capacity=8 * SEGMENT, layout=LAYOUT, segment_bytes=SEGMENT)
 
     one, two = start(), start()
     wrong: list[int] = []
@@ -235,16 +235,16 @@ def test_readers_meet_no_wrong_byte_while_others_write_and_evict(tmp_path: Path)
     def read(log: DiskLog) -> None:
         number = 0
         while not stop.is_set():
-            number = (number + 7) % 200
+            number = (number + 7) % 120
             record = log.read(name(number))
             if record is not None and bytes(record.payload) != bytes([number]) * 4000:
                 wrong.append(number)
 
-    readers = [threading.Thread(target=read, args=(log,)) for log in (one, two, two)]
+    readers = [threading.Thread(target=read, args=(log,)) for log in (one, two)]
     for reader in readers:
         reader.start()
     try:
-        for number in range(200):
+        for number in range(120):
             one.append(header(number), "raw", 5, [bytes([number]) * 4000])
             if number % 16 == 0:
                 one.sync()
@@ -253,7 +253,7 @@ def test_readers_meet_no_wrong_byte_while_others_write_and_evict(tmp_path: Path)
         stop.set()
         for reader in readers:
             reader.join(30.0)
-    assert not wrong and one.stats().evictions > 50
+    assert not wrong and one.stats().evictions > 40
     assert set(one.stats().failures) | set(two.stats().failures) <= {"missing", "vanished"}
     one.close()
     two.close()

@@ -77,9 +77,12 @@ class Workload:
         self.told: set[Name] = set()
         self._waiting: dict[Name, list[tuple[int, bool]]] = {}
         self.refused = 0
-        self.tell: Callable[[], None] = lambda: None
+        self.tell: Callable[[], None] | None = None
         self._pin_share = pin_share
         self._number = 0
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "tell": None}
 
     def step(self, log: DiskLog) -> None:
         """One operation. Promises change as soon as one is taken back, and when one was given."""
@@ -95,7 +98,7 @@ class Workload:
             self.pinned.discard(name)
             if name in self._waiting:
                 self._waiting[name] = [(at, False) for at, _ in self._waiting[name]]
-            self.tell()
+            self._say()
             log.unpin([name])
         elif self.told:
             check_record(log, self.rng.choice(sorted(self.told)))
@@ -113,7 +116,7 @@ class Workload:
         self.told.add(item.name)
         waiting = self._waiting.setdefault(item.name, [])
         waiting.append((item.position, pinned))
-        self.tell()
+        self._say()
         pieces = [data[:cut], data[cut:]]
         try:
             new = log.append(item, self.rng.choice(CODECS), len(data), pieces, pinned=pinned)
@@ -132,14 +135,18 @@ class Workload:
                 if pinned:
                     self.pinned.add(name)
         self._waiting.clear()
-        self.tell()
+        self._say()
+
+    def _say(self) -> None:
+        if self.tell is not None:
+            self.tell()
 
     def _remove(self, log: DiskLog) -> None:
         name = self.rng.choice(sorted(self.told))
         self.promised.pop(name, None)
         self.pinned.discard(name)
         self._waiting.pop(name, None)
-        self.tell()
+        self._say()
         log.remove([name])
 
     def verify(self, log: DiskLog, evicting: bool = False) -> int:
@@ -163,6 +170,14 @@ class Workload:
     def forget_unacknowledged(self, log: DiskLog) -> None:
         """After a restart: what was on the way has arrived or not, and counts as it stands now."""
         self._waiting.clear()
-        for name in self.promised:
-            position = log.positions(name.kind).get(name)
-            self.promised[name] = position if position is not None else self.promised[name]
+        self.promised = {
+            name: position for name in self.promised if (position := log.position(name)) is not None
+        }
+        self.pinned &= self.promised.keys()
+        self.told = set(self.promised)
+
+    def unpin(self, log: DiskLog, keep: int) -> None:
+        """So that a store that lives for long does not fill up with what must stay."""
+        extra = sorted(self.pinned)[keep:]
+        self.pinned.difference_update(extra)
+        log.unpin(extra)
