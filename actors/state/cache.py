@@ -372,6 +372,7 @@ class StateCache:
         prefix, position = seq.prefix, seq.computed
         switches = [at for at in prefix.switches if at < position]
         tip = Tip.of(prefix.root, seq.tokens, position, switches)
+        prefix.checkpoints = [name for name in prefix.checkpoints if name not in tip.end]
         absent = [n for n in tip.pages if self.store is None or self.store.where(n) is None]
         items = self.device.items(absent)
         begin = (position - 1) // PAGE_TOKENS * PAGE_TOKENS

@@ -67,6 +67,8 @@ class DeviceState:
         """From now on others find this page. Which page has the content: another, when a sequence
         was faster with the same tokens; then `owner` reads that one and has given back its own."""
         node = self.tree.node(header)
+        if node is None:
+            return page
         if node.page == NOTHING:
             self.pages.keep(page)
             self.tree.put_page(node, page)
@@ -79,7 +81,7 @@ class DeviceState:
         """From now on others find what is in this place. None when it was known already. rung: it
         is one of a ladder, there for edits alone."""
         node = self.tree.node(header)
-        if node.snapshot != NOTHING:
+        if node is None or node.snapshot != NOTHING:
             self.give_place_back(place)
             return None
         self.tree.put_snapshot(node, place, rung)

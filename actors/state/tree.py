@@ -53,13 +53,16 @@ class PrefixTree:
     def get(self, key: bytes) -> Node | None:
         return self._nodes.get(key)
 
-    def node(self, header: Header) -> Node:
-        """The node of a header, made if need be."""
+    def node(self, header: Header) -> Node | None:
+        """The node of a header, made if need be. None when the name is that of other tokens: names
+        may collide, and then only the first is known by it."""
         node = self._nodes.get(header.key)
         if node is None:
             node = self._nodes[header.key] = Node(
                 header.key, header.parent, header.position, header.tokens, header.lineage
             )
+        elif (node.tokens, node.position) != (header.tokens, header.position):
+            return None
         return node
 
     def put_page(self, node: Node, page: int) -> None:
