@@ -5,17 +5,20 @@ several processes. Every logits row that a token is drawn from is compared with 
 by bit (kv-state 5, G1). A failing schedule is named by its world and number.
 """
 
+import tempfile
 import traceback
 from argparse import ArgumentParser
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from tests.support.state_model import cached_for, small_model
+from tests.support.state_below import Below, Memory, Tiers
+from tests.support.state_model import small_model
 from tests.support.state_oracle import Oracle
 from tests.support.state_schedules import Counts, World
 
@@ -24,18 +27,22 @@ MOST_TEXTS = 60_000  # remembered: about 100 bytes each
 
 
 def run_world(seed: int, schedules: int, layers: int) -> tuple[Counts, list[str]]:
-    """Schedules of one world, up to the first that fails."""
+    """Schedules of one world, up to the first that fails. Every fourth has real tiers below."""
     torch.set_num_threads(1)
     oracle = _oracles.setdefault(layers, Oracle(small_model(layers)))
     if len(oracle.rows) > MOST_TEXTS:
         oracle.rows.clear()
-    world = World(seed, small_model(layers), oracle, cached_for)
-    for number in range(schedules):
+    with tempfile.TemporaryDirectory() as folder:
+        below: Below = Tiers(seed, Path(folder)) if seed % 4 == 0 else Memory(seed)
+        world, number = World(seed, small_model(layers), oracle, below), 0
         try:
-            world.schedule(number)
+            for number in range(schedules):
+                world.schedule(number)
         except Exception:
             world.counts.mismatches += 1
             return world.counts, [f"world {seed}, {number}:\n{traceback.format_exc(limit=-4)}"]
+        finally:
+            world.close()
     return world.counts, []
 
 

@@ -5,6 +5,7 @@ no state. Vocabulary 64, so a token is a byte of a document's alphabet.
 """
 
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,11 @@ def cached(
     slots: int = 8,
     store: Any = None,
     state: dict[str, Any] | None = None,
+    arrived: threading.Event | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine whose requests share prefixes. state: of StateSettings; no tier below the device
-    but `store`."""
+    but `store`, which sets `arrived`."""
     cache = StateSettings(**{"host_bytes": 0, "snapshots": 16, "ladder_tokens": 64} | (state or {}))
     return Engine(
         runner.model,
@@ -91,19 +93,5 @@ def cached(
         [],
         fingerprint=b"small",
         store=store,
-    )
-
-
-def cached_for(runner: Runner, store: Any, sizes: Any) -> Engine:
-    """An engine of these state_schedules.Sizes."""
-    return cached(
-        runner,
-        sizes.pages,
-        sizes.slots,
-        store,
-        {"snapshots": sizes.snapshots, "ladder_tokens": sizes.ladder_tokens},
-        step_tokens=sizes.step_tokens,
-        max_bypass=sizes.max_bypass,
-        ping_pong=sizes.ping_pong,
-        ageing_steps=8,
+        arrived=arrived,
     )

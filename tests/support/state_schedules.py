@@ -9,7 +9,8 @@ All is drawn from one seed: (seed, number) names a schedule, and replays it.
 """
 
 import random
-from collections.abc import Callable
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,17 +19,19 @@ import msgspec
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import GenerateRequest
 from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.state.cache import StateCache
 from tests.support.engines import Answer, check_books, check_idle, collect, request
 from tests.support.runner import Runner
-from tests.support.state_model import VOCAB
-from tests.support.state_oracle import Oracle, Piece, Tap, tap
-from tests.support.state_store import MemoryStore
+from tests.support.state_below import STALL_S, Below, wait_for
+from tests.support.state_model import VOCAB, cached
+from tests.support.state_oracle import Oracle, Piece, tap
 
 LENGTHS = (1, 2, 17, 63, 64, 65, 66, 100, 127, 128, 129, 150, 191, 192, 193, 256, 257, 300)
 EDITS = (1, 10, 64, 100, 128, 150)
 TAILS = (1, 30, 63, 64, 65)
 TENANTS = ("", "b")
-MOST_STEPS = 4000  # far beyond what any schedule needs: a stall, not a slow run
+MOST_TOKENS = max(LENGTHS)
+MOST_STEPS = 4000  # far beyond what any schedule needs
 
 
 class Mismatch(AssertionError):
@@ -61,7 +64,8 @@ def tokens_of(text: Text) -> list[int]:
 
 @dataclass
 class Sizes:
-    """Of one engine; drawn so that something is always short."""
+    """Of one engine; drawn so that something is always short. window: of requests whose old pages
+    are not on the device."""
 
     pages: int
     slots: int
@@ -70,6 +74,7 @@ class Sizes:
     ladder_tokens: int
     max_bypass: int
     ping_pong: bool
+    window: int
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Sizes":
@@ -81,15 +86,14 @@ class Sizes:
             ladder_tokens=rng.choice((64, 128, 256)),
             max_bypass=rng.randint(0, 3),
             ping_pong=rng.random() < 0.1,
+            window=rng.choice((64, 128)),
         )
-
-
-Make = Callable[[Runner, MemoryStore | None, Sizes], Engine]
 
 
 @dataclass
 class Asked:
-    """A request in an engine, and what has come of it. known: answer tokens that it resumes."""
+    """A request in an engine, and what has come of it. known: answer tokens that it resumes.
+    before: how its prompt is computed where it goes on from its session."""
 
     request: GenerateRequest
     engine: int
@@ -97,6 +101,7 @@ class Asked:
     known: list[int] = field(default_factory=list)
     cached: int = 0
     aborted: bool = False
+    before: tuple[Piece, ...] = ()
 
 
 @dataclass
@@ -114,35 +119,43 @@ class Counts:
     evictions: int = 0
     restarts: int = 0
     losses: int = 0
+    continued: int = 0  # sessions that went on from where they stood
     mismatches: int = 0
 
 
 class World:
-    """Two engines and their store. make: builds an engine over fresh, poisoned state."""
+    """Two engines and what lies below them, over fresh, poisoned state."""
 
-    def __init__(self, seed: int, runner: Runner, oracle: Oracle, make: Make) -> None:
-        self.seed, self.runner, self.oracle, self.make = seed, runner, oracle, make
+    def __init__(self, seed: int, runner: Runner, oracle: Oracle, below: Below) -> None:
+        self.seed, self.runner, self.oracle, self.below = seed, runner, oracle, below
         self.rng = rng = random.Random(seed)
         self.counts = Counts()
-        self.store = MemoryStore(random.Random(seed + 1))
         self.sizes = [Sizes.draw(rng) for _ in range(2)]
-        self.engines: list[Engine] = []
-        self.taps: list[Tap] = []
-        for sizes in self.sizes:
-            self.engines.append(make(runner, self.store, sizes))
-            self.taps.append(tap(self.engines[-1]))
+        self.wake = [threading.Event() for _ in range(2)]
+        self.engines = [self._start(which) for which in range(2)]
+        self.taps = [tap(engine) for engine in self.engines]
         self.asked: dict[str, Asked] = {}
         self.past: list[tuple[str, list[int], list[int]]] = []  # tenant, prompt, answer
         self.seen: dict[str, list[tuple[str, list[int]]]] = {tenant: [] for tenant in TENANTS}
+        # Of each session, how its tokens were computed, and the one that nothing is known of.
+        self.sessions: dict[str, tuple[tuple[Piece, ...], list[int]]] = {}
         self.names = 0
+
+    def _start(self, which: int) -> Engine:
+        sizes, wake = self.sizes[which], self.wake[which]
+        store = self.below.open(which, self.runner.state.layout, wake.set)
+        return cached(
+            self.runner, sizes.pages, sizes.slots, store,
+            {"snapshots": sizes.snapshots, "ladder_tokens": sizes.ladder_tokens,
+             "window_tokens": sizes.window, **self.below.state},
+            arrived=wake, step_tokens=sizes.step_tokens, max_bypass=sizes.max_bypass,
+            ping_pong=sizes.ping_pong, ageing_steps=8,
+        )  # fmt: skip
 
     def schedule(self, number: int) -> None:
         """Runs and checks one. Raises Mismatch, or whatever the engine's own checks raise."""
         rng = self.rng = random.Random(self.seed * 1_000_003 + number)
-        faults = self.store.faults
-        faults.delay = rng.choice((0, 1, 5))
-        faults.fail, faults.refuse = rng.choice((0, 0, 0.3)), rng.choice((0, 0, 0.3))
-        faults.forget = rng.choice((0, 0, 0.1))
+        self.below.begin(rng)
         self.asked = {}
         for each in self.taps:
             each.seen.clear()
@@ -161,25 +174,46 @@ class World:
         rng = self.rng
         tenant = rng.choice(TENANTS) if rng.random() < 0.2 else ""
         own = [(prompt, answer) for who, prompt, answer in self.past[-8:] if who == tenant]
-        if own and rng.random() < 0.35:  # another turn
+        session = self._session() if rng.random() < 0.15 else ""
+        if session in self.sessions:
+            pieces, last = self.sessions[session]
+            ids = [token for piece in pieces for token in piece.tokens] + last
+            tenant, ids = "", ids + self._tail(len(ids))
+        elif own and rng.random() < 0.35:  # another turn
             prompt, answer = rng.choice(own)
-            room = max(LENGTHS) - len(prompt) - len(answer)
-            tail = min(rng.choice(TAILS), max(room, 0))
-            ids = prompt + answer + DOCUMENTS[-1][:tail]
+            ids = prompt + answer + self._tail(len(prompt) + len(answer))
         else:
             edit = rng.choice(EDITS) if rng.random() < 0.3 else 0
             ids = tokens_of(Text(rng.randrange(3), edit, rng.choice(LENGTHS)))
         self.names += 1
         params: dict[str, Any] = {"priority": rng.choice((0, 0, 0, -1, 1))}
-        if rng.random() < 0.05:
+        if rng.random() < 0.05 and not session:
             params |= {"prompt_logprobs": 0}
-        made = request(f"r{self.names}", ids, rng.choice((1, 1, 2, 3, 5, 9)), **params)
-        return msgspec.structs.replace(made, tenant=tenant)
+        made = request(f"r{self.names}", ids, rng.choice((1, 1, 2, 3, 5)), **params)
+        mode = "offload" if rng.random() < 0.1 and not session else ""
+        return msgspec.structs.replace(
+            made, tenant="" if session else tenant, session=session, kv_mode=mode
+        )
+
+    def _session(self) -> str:
+        """One that nobody uses at the moment, known or new; short enough to go on."""
+        busy = {each.request.session for each in self.asked.values()}
+        free = [name for name, (pieces, _) in self.sessions.items() if name not in busy
+                and sum(len(piece.tokens) for piece in pieces) < MOST_TOKENS - 10]  # fmt: skip
+        if free and self.rng.random() < 0.7:
+            return self.rng.choice(free)
+        self.names += 1
+        return f"s{self.names}"
+
+    def _tail(self, length: int) -> list[int]:
+        return DOCUMENTS[-1][: max(1, min(self.rng.choice(TAILS), MOST_TOKENS - length))]
 
     def _submit(self, each: GenerateRequest, engine: int | None = None) -> None:
         engine = self.rng.randrange(2) if engine is None else engine
         self.engines[engine].submit(each)
-        self.asked[each.request_id] = Asked(each, engine, known=list(each.resume_ids))
+        asked = self.asked[each.request_id] = Asked(each, engine, known=list(each.resume_ids))
+        if each.session in self.sessions:
+            asked.before = self.sessions.pop(each.session)[0]
         self.seen[each.tenant].append((each.request_id, each.prompt_ids + each.resume_ids))
         self.counts.requests += 1
 
@@ -199,7 +233,7 @@ class World:
             engine.cache.evict(pages=rng.randint(0, 9), snapshots=rng.randint(0, 4))
             self.counts.evictions += 1
         elif kind < 0.97:
-            self.store.forget(rng.choice((0.1, 0.5, 1.0)))
+            self.below.damage(rng)
             self.counts.losses += 1
         else:
             self._restart(rng.randrange(2))
@@ -208,7 +242,7 @@ class World:
         for engine in self.engines:
             self._collect(engine)
             check_books(engine)
-        self.store.tick()
+        self.below.tick()
 
     def _collect(self, engine: Engine) -> None:
         for output in engine.step():
@@ -242,7 +276,7 @@ class World:
             return
         name = self.rng.choice(names)
         each = self.asked[name]
-        if each.request.params.prompt_logprobs is not None:
+        if each.request.params.prompt_logprobs is not None or each.request.session:
             return
         self.engines[each.engine].abort(name)
         each.aborted = True
@@ -260,22 +294,34 @@ class World:
         """A replica dies with everything it has on the device; its requests are lost."""
         if any(self.asked[name].engine == which for name in self._open()):
             return
-        self.engines[which] = self.make(self.runner, self.store, self.sizes[which])
+        self.below.lose(which)
+        self.engines[which] = self._start(which)
         before = self.taps[which].seen
         self.taps[which] = tap(self.engines[which])
         self.taps[which].seen = before
         self.counts.restarts += 1
 
     def _finish(self) -> None:
+        deadline = time.monotonic() + STALL_S
         for _ in range(MOST_STEPS):
             if not self._open():
                 break
             self._step()
+            if not any(engine.has_work for engine in self.engines):
+                if time.monotonic() > deadline:
+                    raise Mismatch(f"stalled: {[engine.stats() for engine in self.engines]}")
+                if self.below.threads:
+                    wait_for(self.wake)
         else:
-            raise Mismatch(f"stalled: {[engine.stats() for engine in self.engines]}")
+            raise Mismatch(f"no end: {[engine.stats() for engine in self.engines]}")
         for engine in self.engines:
             check_idle(engine)
-        self.store.check()
+            assert isinstance(engine.cache, StateCache)
+            engine.cache.device.check()
+        self.below.check()
+
+    def close(self) -> None:
+        self.below.close()
 
     # --- what must be true ------------------------------------------------------------------------
 
@@ -284,22 +330,39 @@ class World:
         reason = each.answer.finish_reason
         if reason not in ("length", "abort") or (reason == "abort" and not each.aborted):
             raise Mismatch(f"{name} ended with {reason}: {each.answer.error}")
-        self._check_cached(name, each)
+        before = self._before(each)
+        if not each.before:
+            self._check_cached(name, each)
         if not answer:
             return
-        expected = self.oracle.expect((Piece("prompt", tuple(prompt)),), answer)
+        expected = self.oracle.expect(before, answer)
         seen = next((tap.seen[name] for tap in self.taps if name in tap.seen), {})
         for at in range(len(each.known), len(answer)):
             row = seen[len(prompt) + at]
             self.counts.rows += 1
             if row != expected[at] or answer[at] != row.best:
+                how = each.request.session or each.request.kv_mode
                 raise Mismatch(
-                    f"{name}: {len(prompt)} prompt tokens, {each.cached} of them cached, answer "
-                    f"token {at}: logits {row}, alone they are {expected[at]}"
+                    f"{name} ({how}): {len(prompt)} prompt tokens, {each.cached} of them cached, "
+                    f"answer token {at}: logits {row}, alone they are {expected[at]}"
                 )
-        if reason == "length":
+        if reason != "length":
+            return
+        if each.request.session:
+            done = Piece("answer", tuple(answer[:-1]))
+            self.sessions[each.request.session] = ((*before, done), answer[-1:])
+        elif not each.request.kv_mode:
             self.past.append((each.request.tenant, prompt, answer))
             del self.past[:-16]
+
+    def _before(self, each: Asked) -> tuple[Piece, ...]:
+        """How the prompt was computed: all at once, or from where its session stood on."""
+        prompt = each.request.prompt_ids
+        stood = sum(len(piece.tokens) for piece in each.before)
+        if not stood or each.cached < stood:
+            return (Piece("prompt", tuple(prompt)),)
+        self.counts.continued += 1
+        return (*each.before, Piece("prompt", tuple(prompt[stood:])))
 
     def _check_cached(self, name: str, each: Asked) -> None:
         """What is reported as cached is whole pages that this tenant has used before."""

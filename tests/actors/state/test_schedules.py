@@ -1,8 +1,11 @@
 """Random schedules over cached state: no answer shows a bit of what happened around it."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.support.state_model import cached_for, small_model
+from tests.support.state_below import Memory, Tiers
+from tests.support.state_model import small_model
 from tests.support.state_oracle import Oracle
 from tests.support.state_schedules import World
 
@@ -17,7 +20,7 @@ def oracle() -> Oracle:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_schedule_changes_a_bit(seed: int, oracle: Oracle) -> None:
-    world = World(seed, small_model(), oracle, cached_for)
+    world = World(seed, small_model(), oracle, Memory(seed))
     for number in range(SCHEDULES):
         world.schedule(number)
     counts = world.counts
@@ -25,10 +28,20 @@ def test_no_schedule_changes_a_bit(seed: int, oracle: Oracle) -> None:
     assert counts.cached_tokens > counts.prompt_tokens // 10, "nothing was found again"
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_nor_with_routed_experts(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_nor_with_real_tiers(seed: int, oracle: Oracle, tmp_path: Path) -> None:
+    world = World(50 + seed, small_model(), oracle, Tiers(seed, tmp_path))
+    try:
+        for number in range(SCHEDULES):
+            world.schedule(number)
+    finally:
+        world.close()
+    assert world.counts.cached_tokens
+
+
+def test_nor_with_routed_experts() -> None:
     runner = small_model(experts=True)
-    world = World(100 + seed, runner, Oracle(runner), cached_for)
+    world = World(100, runner, Oracle(runner), Memory(0))
     for number in range(10):
         world.schedule(number)
     assert world.counts.cached_tokens
