@@ -33,6 +33,7 @@ from tests.support.server_process import server_process
 
 START_S = 240.0
 RULES = FOLDER / "expertmesh-rules.yaml"
+LONG = [n % 250 for n in range(200)]
 INTERVAL = "10s"  # of rates, with a scrape a second
 
 
@@ -99,7 +100,9 @@ def call_grpc(server: Server) -> None:
         stub = engine_pb2_grpc.EngineStub(channel)
         metadata = (("authorization", f"Bearer {server.key}"),)
         stub.GetModelInfo(engine_pb2.GetModelInfoRequest(), metadata=metadata, timeout=30)
-        list(stub.Generate(ask("hello", max_tokens=4), metadata=metadata, timeout=60))
+        # The second time from the cache, which has put the pages of the first into its tiers.
+        for prompt in ("hello", LONG, LONG):
+            list(stub.Generate(ask(prompt, max_tokens=4), metadata=metadata, timeout=60))
 
 
 def shown(scraped: Prometheus) -> list[Shown]:
