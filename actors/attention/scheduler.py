@@ -39,14 +39,20 @@ class Scheduler:
     """waiting and running are sorted by rank; a sequence is in one of them, or gone."""
 
     def __init__(
-        self, settings: EngineSettings, cache: StateCache | PlainCache, slots: Pool
+        self,
+        settings: EngineSettings,
+        cache: StateCache | PlainCache,
+        slots: Pool,
+        near_pages: int = 0,
     ) -> None:
+        """near_pages: most on the device of a sequence whose old pages leave it."""
         self.settings, self.cache, self.slots = settings, cache, slots
         self.pages = cache.pages
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._cell = min(PAGE_TOKENS, settings.step_tokens)
+        self._near_pages = near_pages
         self._watermark = max(1, int(settings.watermark * self.pages.size))
 
     def due(self, step: int, priority: int) -> int:
@@ -67,6 +73,8 @@ class Scheduler:
                     self.preempt(running[-1])
                 if seq.slot != NO_SLOT:
                     seq.pages += self.pages.take(seq.number, 1)
+            if seq.context is not None and seq.slot != NO_SLOT:
+                self._grow_context(seq)
             at += 1
 
         # Admit: in rank order. Who fits may pass who does not, a bounded number of times; whose
@@ -111,6 +119,13 @@ class Scheduler:
         plan.prefill = [seq for seq in prompts if seq.chunk_end > seq.computed]
         return plan
 
+    def _grow_context(self, seq: Sequence) -> None:
+        """A prompt gets pages for its next chunk, as far as there are any: those that left the
+        device have given theirs back."""
+        wanted = pages_for(len(seq.tokens)) - len(seq.pages)
+        room = min(self._near_pages - len(seq.near), self.pages.free)
+        seq.pages += self.pages.take(seq.number, max(0, min(wanted, room)))
+
     def _chunk_end(self, seq: Sequence, budget: int) -> int:
         """Where a chunk of at most `budget` more tokens ends: at the prompt's end or on the grid.
 
@@ -119,6 +134,8 @@ class Scheduler:
         """
         if seq.prompt_logprobs is not None:  # a logits row per token: keep them few
             budget = min(budget, seq.computed + PAGE_TOKENS - seq.chunk_end)
+        if seq.context is not None:  # whose pages come as others leave
+            budget = min(budget, len(seq.pages) * PAGE_TOKENS - seq.chunk_end)
         end = seq.chunk_end + budget
         if end >= seq.prompt_len:
             return seq.prompt_len
@@ -130,6 +147,9 @@ class Scheduler:
         the sequence's peak, so that what check_request let in fits when nothing else runs."""
         need = pages_for(len(seq.tokens))
         peak = pages_for(peak_tokens(seq.prompt_len, seq.params.max_tokens))
+        if seq.context is not None:
+            need -= len(seq.context.leaving(seq.computed))
+            need, peak = min(need, self._near_pages), min(peak, self._near_pages)
         return need, min(peak, need + (self._watermark << min(seq.preemptions, 32)))
 
     def _fits(self, room: int) -> bool:
@@ -148,7 +168,8 @@ class Scheduler:
                 break
             if other.priority > seq.priority:
                 victims.append(other)
-                slots, pages = slots + 1, pages + len(other.pages)
+                slots += 1
+                pages += self.pages.would_free(other.number, other.near)
         if not slots or pages < room:
             return False
         for other in victims:
@@ -177,6 +198,8 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         del self.running[bisect_left(self.running, seq)]
-        self.pages.give_back(seq.number, seq.pages)
+        self.pages.give_back(seq.number, seq.near)
+        if seq.context is not None:
+            seq.context = seq.context.again()
         self.slots.give_back(seq.number, [seq.slot])
         seq.slot, seq.pages, seq.computed = NO_SLOT, [], 0

@@ -7,6 +7,8 @@ from expertmesh.actors.attention.messages import GenerateRequest, TokenLogprobs
 from expertmesh.actors.attention.timings import Times
 from expertmesh.actors.attention.validation import end_ids
 from expertmesh.actors.constraint.matcher import Matcher
+from expertmesh.actors.model.batch import NO_PAGE
+from expertmesh.actors.state.offload.context import OffloadedContext
 from expertmesh.actors.state.prefix import Prefix
 
 NO_SLOT = -1
@@ -24,7 +26,8 @@ class Sequence:
     its generated tokens one by one through decode, and nothing is sampled before computed reaches
     len(tokens). That is the same arithmetic in the same order as the first time, so the
     continuation is bit-exact. A resumed request starts in the same way, with tokens that another
-    engine has generated. prefix: what the cache knows of it.
+    engine has generated. prefix: what the cache knows of it. context: who has its old pages when
+    not all of them stay on the device; their numbers in `pages` are NO_PAGE.
 
     rank: (due step, number); the smaller, the sooner it is served. It never changes, so a
     preempted sequence keeps its place.
@@ -34,6 +37,7 @@ class Sequence:
         "bypassed",
         "chunk_end",
         "computed",
+        "context",
         "end_ids",
         "greedy",
         "high_water",
@@ -81,6 +85,7 @@ class Sequence:
         self.computed = self.chunk_end = 0
         self.slot, self.pages = NO_SLOT, list[int]()
         self.prefix: Prefix = NO_PREFIX
+        self.context: OffloadedContext | None = None
         self.preemptions = self.bypassed = 0
         self.prompt_counted = self.prompt_reported = bool(resumed)
         # Positions computed before the last preemption or by another engine, now done again. The
@@ -111,6 +116,13 @@ class Sequence:
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.rank < other.rank
+
+    @property
+    def near(self) -> list[int]:
+        """Its pages that are on the device."""
+        if self.context is None:
+            return self.pages
+        return [page for page in self.pages if page != NO_PAGE]
 
     @property
     def readable(self) -> int:

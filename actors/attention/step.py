@@ -62,7 +62,7 @@ def build_step(plan: Plan, saves: Saves) -> Step:
     for row, seq in enumerate(sorted(plan.decode, key=_slot)):
         at = seq.computed
         tokens.append(seq.tokens[at])
-        spans.append(Span(seq.slot, row, 1, at, seq.pages, True))
+        spans.append(Span(seq.slot, row, 1, at, seq.pages, True, context=seq.context))
         owners.append((seq, row, row + 1))
         routing |= seq.params.want_routed_experts
         if at + 1 == len(seq.tokens):  # else a replayed token, whose successor is known
@@ -73,7 +73,9 @@ def build_step(plan: Plan, saves: Saves) -> Step:
         row, begin, end = len(tokens), seq.computed, seq.chunk_end
         tokens += seq.tokens[begin:end]
         left = saves(seq, begin, end)
-        spans.append(Span(seq.slot, row, end - begin, begin, seq.pages, False, left))
+        spans.append(
+            Span(seq.slot, row, end - begin, begin, seq.pages, False, left, context=seq.context)
+        )
         owners.append((seq, row, row + end - begin))
         routing |= seq.params.want_routed_experts
         if seq.prompt_logprobs is not None:

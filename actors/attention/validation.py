@@ -6,10 +6,12 @@ would otherwise read or write a neighbour's row.
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused, SamplingParams
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.pages import pages_for
+from expertmesh.actors.state.settings import KvMode
 
 MAX_PRIORITY = 1_000_000
 
@@ -17,13 +19,16 @@ MAX_PRIORITY = 1_000_000
 @dataclass(frozen=True, slots=True)
 class Limits:
     """vocab_size: ids are 0..vocab_size-1. max_context: tokens. pages: of the whole pool.
-    eos_ids: the model's own end ids."""
+    eos_ids: the model's own end ids. kv_mode: of requests that name none. near_pages: most pages of
+    a sequence whose old ones leave the device; 0 where they cannot."""
 
     vocab_size: int
     max_context: int
     pages: int
     max_logprobs: int
     eos_ids: frozenset[int] = frozenset()
+    kv_mode: KvMode = "exact"
+    near_pages: int = 0
 
 
 def end_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
@@ -40,6 +45,7 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
     """Raises RequestRefused unless the request fits an otherwise empty engine."""
     _check_prompt(request, limits)
     _check_params(request.params, limits)
+    _check_mode(request, limits)
     _check_size(request, limits)
     if request.resume_ids:
         _check_resumed(request, limits)
@@ -63,6 +69,16 @@ def _check_ids(ids: list[int], field: str, limits: Limits) -> None:
             f"(vocabulary of {limits.vocab_size})",
             field,
         )
+
+
+def _check_mode(request: GenerateRequest, limits: Limits) -> None:
+    known = get_args(KvMode)
+    if request.kv_mode not in ("", *known):
+        raise RequestRefused(
+            f"kv_mode {request.kv_mode!r} is none of {', '.join(known)}", "kv_mode"
+        )
+    if request.kv_mode not in ("", "exact") and not limits.near_pages:
+        raise RequestRefused(f"kv_mode {request.kv_mode}: not with this model", "kv_mode")
 
 
 def _check_resumed(request: GenerateRequest, limits: Limits) -> None:
@@ -93,6 +109,8 @@ def _check_size(request: GenerateRequest, limits: Limits) -> None:
             "prompt" if prompt >= limits.max_context else "max_tokens",
         )
     need = pages_for(peak_tokens(prompt, new))
+    if (request.kv_mode or limits.kv_mode) != "exact":
+        need = min(need, limits.near_pages)
     if need > limits.pages:
         raise RequestRefused(
             f"{prompt} prompt tokens and max_tokens {new} need {need} pages of {PAGE_TOKENS} "

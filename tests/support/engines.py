@@ -85,7 +85,7 @@ def check_books(engine: Engine) -> None:
     for pool, of in ((engine.pages, "pages"), (engine.slots, "slot")):
         held: set[int] = set()
         for seq in running:
-            mine = seq.pages if of == "pages" else [seq.slot]
+            mine = seq.near if of == "pages" else [seq.slot]
             assert sorted(mine) == pool.owned_by(seq.number)
             # Only pages that are known by a name are read by several.
             assert not held.intersection(n for n in mine if pool.alone(seq.number, n))

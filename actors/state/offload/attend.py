@@ -19,11 +19,11 @@ class Estimates(Protocol):
 
 
 class Attended(NamedTuple):
-    """out_HR: the attended latent, float32. estimated_H: share of each head's weight that fell on
-    estimates."""
+    """out_HR: the attended latent, float32. weights_HT: of the tokens that were estimated, out of 1
+    for all."""
 
     out_HR: Tensor
-    estimated_H: Tensor
+    weights_HT: Tensor
 
 
 def attend(
@@ -35,7 +35,6 @@ def attend(
         scores_HK.amax(dim=1, keepdim=True), estimated_HT.amax(dim=1, keepdim=True)
     )
     exact_HK, guessed_HT = (scores_HK - peak_H1).exp(), (estimated_HT - peak_H1).exp()
-    guessed_H1 = guessed_HT.sum(dim=1, keepdim=True)
-    total_H1 = exact_HK.sum(dim=1, keepdim=True) + guessed_H1
+    total_H1 = exact_HK.sum(dim=1, keepdim=True) + guessed_HT.sum(dim=1, keepdim=True)
     sum_HR = exact_HK @ rows_KC[:, :rank] + estimates.weighted_sum(guessed_HT)[:, :rank]
-    return Attended(sum_HR / total_H1, (guessed_H1 / total_H1).squeeze(1))
+    return Attended(sum_HR / total_H1, guessed_HT / total_H1)

@@ -8,6 +8,7 @@ tokens by their sketch, reads the pages that matter exactly, and takes the other
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -15,17 +16,19 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from expertmesh.actors.model.batch import NO_PAGE, PAGE_TOKENS
-from expertmesh.actors.state.offload.attend import attend
+from expertmesh.actors.state.offload.base_rows import BaseRows
 from expertmesh.actors.state.offload.basis import fit_basis
-from expertmesh.actors.state.offload.choose import choose_pages
 from expertmesh.actors.state.offload.index import SketchIndex
+from expertmesh.actors.state.offload.selection import Query, select_by_sketch, select_certified
 from expertmesh.actors.state.settings import StateSettings
 
 Mode = Literal["offload", "select"]
 # Rows that a sketch is fitted to: the first of the context that leave, whatever the chunks, so that
 # the same text has the same sketch. Until so many have left, all are read.
 FIT_PAGES = 32
-LEAST_PAGES = 4  # a floor, for what a sketch has overlooked
+# Codecs of the tiers below that leave a base and a refinement: estimates are then made from such a
+# base in host memory, whose error has a bound.
+BASE_BITS = {"int8": 8, "int4": 4}
 
 
 class Source(Protocol):
@@ -52,12 +55,16 @@ class HostPage:
 @dataclass(slots=True)
 class Reading:
     """Counted over steps and layers. estimated_share: the largest share of one head's weight that
-    fell on estimates, in any step."""
+    fell on estimates, in any step. bound: the largest that is proven on the relative error of a
+    head's output, infinity where some have none. bits: per value, of what estimates are made from.
+    """
 
     read_pages: int = 0
     loaded_pages: int = 0  # of those read, not still on the device from an earlier step
     estimated_pages: int = 0
     estimated_share: float = 0.0
+    bound: float = 0.0
+    bits: float = 0.0
 
 
 class Scratch:
@@ -110,7 +117,7 @@ class OffloadedContext:
         self._shared = shared
         self._first = shared.settings.sink_tokens // PAGE_TOKENS
         self._cold: list[Source] = []
-        self._indexes: list[SketchIndex] = []
+        self._indexes: list[SketchIndex | BaseRows] = []
         self._recent: list[LRUCache[int, Tensor]] = []
 
     def again(self) -> "OffloadedContext":
@@ -149,24 +156,33 @@ class OffloadedContext:
         self._cold.append(source or HostPage(_to_host(rows_L64C)))
         if self.mode != "select":
             return
-        if self._indexes:
-            for index, rows in zip(self._indexes, rows_L64C, strict=True):
-                index.add(rows)
-        elif len(self._cold) == self._shared.fit_pages:
+        if not self._indexes and len(self._cold) == self._shared.fit_pages:
             self._start_indexes(rows_L64C)
+        else:
+            for index, rows in zip(self._indexes, rows_L64C, strict=bool(self._indexes)):
+                index.add(rows)
 
     def _start_indexes(self, like: Tensor) -> None:
-        shared, count = self._shared, len(self._cold)
-        for layer in range(like.shape[0]):
-            rows = like.new_empty(count, *like.shape[1:])
+        shared, (layers, *page) = self._shared, like.shape
+        self._recent = [LRUCache(shared.settings.select_pages) for _ in range(layers)]
+        for layer in range(layers):
+            rows = like.new_empty(len(self._cold), *page)
             for source, out in zip(self._cold, rows, strict=True):
                 source.layer(0, layer, out)
-            moment = None if shared.moments is None else shared.moments()[layer]
-            index = SketchIndex(fit_basis(rows.flatten(0, 1), moment, shared.rank, shared.scale))
-            for page in rows:
-                index.add(page)
+            index = self._new_index(layer, rows)
+            for one in rows:
+                index.add(one)
             self._indexes.append(index)
-            self._recent.append(LRUCache(shared.settings.select_pages))
+            self.reading.bits = index.bits
+
+    def _new_index(self, layer: int, rows_N64C: Tensor) -> SketchIndex | BaseRows:
+        shared = self._shared
+        bits = BASE_BITS.get(shared.settings.codec)
+        if bits is not None:
+            return BaseRows(bits, rows_N64C.shape[-1], rows_N64C.device)
+        moment = None if shared.moments is None else shared.moments()[layer]
+        basis = fit_basis(rows_N64C.flatten(0, 1), moment, shared.rank, shared.scale)
+        return SketchIndex(basis)
 
     # --- as MLA reads it ------------------------------------------------------------------------
 
@@ -186,7 +202,9 @@ class OffloadedContext:
         self, layer: int, q_HC: Tensor, cache: Tensor, pages: list[int], length: int, scale: float
     ) -> Tensor:
         if self._indexes:
-            return self._select(layer, q_HC, cache, pages, length, scale)
+            found = self._select(layer, q_HC, cache, pages, length, scale)
+            if found is not None:
+                return found
         rank, rows = self._shared.rank, self.gather(layer, cache, pages, length)
         table = torch.arange(rows.shape[0] // PAGE_TOKENS, device=cache.device).unsqueeze(0)
         lengths = torch.tensor([length], device=cache.device)
@@ -194,54 +212,48 @@ class OffloadedContext:
         out_1HR: Tensor = self._shared.mla_decode(
             q_1HC[..., :rank], q_1HC[..., rank:], rows, table, lengths, scale
         )
-        self._count(len(self._cold), 0, len(self._cold), 0.0)
+        self.reading.loaded_pages += len(self._cold)
+        self._count(len(self._cold), 0, 0.0, 0.0)
         return out_1HR[0]
-
-    def _count(self, read: int, estimated: int, loaded: int, share: float) -> None:
-        for reading in (self.reading, self._shared.total):
-            reading.read_pages += read
-            reading.loaded_pages += loaded
-            reading.estimated_pages += estimated
-            reading.estimated_share = max(reading.estimated_share, share)
 
     def _select(
         self, layer: int, q_HC: Tensor, cache: Tensor, pages: list[int], length: int, scale: float
-    ) -> Tensor:
-        settings, index, query_HC = self._shared.settings, self._indexes[layer], q_HC.float()
+    ) -> Tensor | None:
+        """None where what is proven is not enough."""
+        index, settings, q = self._indexes[layer], self._shared.settings, q_HC.float()
         hot_KC = self._hot_rows(cache, pages, length)
-        hot_HK = query_HC @ hot_KC.t() * scale
-        guess_HNP = index.scores(query_HC, scale).view(len(q_HC), -1, PAGE_TOKENS)
-        chosen = choose_pages(
-            guess_HNP.logsumexp(dim=2),
-            hot_HK.logsumexp(dim=1),
-            settings.select_mass,
-            LEAST_PAGES,
-            settings.select_pages,
-        )
-        old_KC, loaded = self._read(layer, chosen.tolist(), cache)
-        guess_HNP[:, chosen] = float("-inf")
-        rows_KC = torch.cat([hot_KC, old_KC])
-        scores_HK = torch.cat([hot_HK, query_HC @ old_KC.t() * scale], dim=1)
-        found = attend(rows_KC, scores_HK, guess_HNP.flatten(1), index, self._shared.rank)
-        share = float(found.estimated_H.max())
-        self._count(len(chosen), index.pages - len(chosen), loaded, share)
+        read = partial(self._read, layer, cache)
+        query = Query(q, hot_KC, q @ hot_KC.t() * scale, scale, self._shared.rank, read)
+        if isinstance(index, BaseRows):
+            found = select_certified(index, query, settings)
+            if found is None:
+                return None
+        else:
+            found = select_by_sketch(index, query, settings)
+        self._count(found.read, index.pages - found.read, found.share, found.bound)
         return found.out_HR.to(q_HC.dtype)
 
-    def _read(self, layer: int, chosen: list[int], cache: Tensor) -> tuple[Tensor, int]:
-        """Rows of old pages, float32 [n * 64, C]; those of late steps are still on the device. How
-        many were not."""
-        recent, rows, loaded = self._recent[layer], list[Tensor](), 0
+    def _count(self, read: int, estimated: int, share: float, bound: float) -> None:
+        for reading in (self.reading, self._shared.total):
+            reading.read_pages += read
+            reading.estimated_pages += estimated
+            reading.estimated_share = max(reading.estimated_share, share)
+            reading.bound = max(reading.bound, bound)
+
+    def _read(self, layer: int, cache: Tensor, chosen: list[int]) -> Tensor:
+        """Rows of old pages, float32 [n * 64, C]; those of late steps are still on the device."""
+        if not chosen:
+            return cache.new_empty(0, cache.shape[1], dtype=torch.float32)
+        recent, rows = self._recent[layer], list[Tensor]()
         for at in chosen:
             page = recent.get(at)
             if page is None:
                 page = cache.new_empty(PAGE_TOKENS, cache.shape[1])
                 self._cold[at].layer(0, layer, page)
                 recent[at] = page
-                loaded += 1
+                self.reading.loaded_pages += 1
             rows.append(page)
-        if not rows:
-            return cache.new_empty(0, cache.shape[1], dtype=torch.float32), 0
-        return torch.cat(rows).float(), loaded
+        return torch.cat(rows).float()
 
     def _hot_rows(self, cache: Tensor, pages: list[int], length: int) -> Tensor:
         """Sinks and window, float32 [K, C]."""
@@ -262,7 +274,7 @@ class OffloadedContext:
     @property
     def index_bytes(self) -> int:
         """On the device: sketches and their bases."""
-        return sum(index.nbytes for index in self._indexes)
+        return sum(one.nbytes for one in self._indexes if isinstance(one, SketchIndex))
 
     @property
     def recent_bytes(self) -> int:
@@ -271,12 +283,8 @@ class OffloadedContext:
 
     @property
     def host_bytes(self) -> int:
-        return sum(source.nbytes for source in self._cold)
-
-    @property
-    def bits(self) -> float:
-        """Per value of a row, of what stands for it."""
-        return max((index.bits for index in self._indexes), default=0.0)
+        bases = sum(one.nbytes for one in self._indexes if isinstance(one, BaseRows))
+        return bases + sum(source.nbytes for source in self._cold)
 
 
 def _to_host(rows: Tensor) -> Tensor:

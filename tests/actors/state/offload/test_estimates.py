@@ -81,7 +81,8 @@ def test_attention_over_exact_estimates_is_attention(exact: int) -> None:
     found = attend(torch.cat([hot, old]), scores[:, : 64 + exact], guessed, Exact(rows[64:]), RANK)
     weights = scores.softmax(dim=1)
     torch.testing.assert_close(found.out_HR, weights @ rows[:, :RANK])
-    torch.testing.assert_close(found.estimated_H, weights[:, 64 + exact :].sum(dim=1))
+    torch.testing.assert_close(found.weights_HT[:, exact:], weights[:, 64 + exact :])
+    assert not found.weights_HT[:, :exact].any()
 
 
 def test_scores_beyond_what_exp_holds() -> None:
@@ -89,4 +90,4 @@ def test_scores_beyond_what_exp_holds() -> None:
     scores = torch.full((1, 64), 300.0)
     found = attend(rows[:64], scores, torch.full((1, 64), 290.0), Exact(rows[64:]), RANK)
     assert found.out_HR.isfinite().all()
-    assert found.estimated_H[0] == pytest.approx(4.54e-5, rel=1e-2)
+    assert float(found.weights_HT.sum()) == pytest.approx(4.54e-5, rel=1e-2)

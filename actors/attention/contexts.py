@@ -1,0 +1,69 @@
+"""Requests whose old pages leave the device: which ones, and what is told of them."""
+
+from math import isfinite
+
+from expertmesh.actors.attention.messages import GenerateRequest, KvReport
+from expertmesh.actors.attention.sequence import Sequence
+from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.attention.validation import peak_tokens
+from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.model.model import Model
+from expertmesh.actors.state.offload.opening import offload_of
+from expertmesh.actors.state.pages import pages_for
+from expertmesh.actors.state.stats import CacheStats
+
+
+def near_pages(settings: EngineSettings) -> int:
+    """Device pages of a sequence whose old pages leave: sinks, window, the piece of its prompt that
+    is computed, and one that the window has not quite left."""
+    state = settings.state
+    tokens = state.sink_tokens + state.window_tokens + max(settings.step_tokens, PAGE_TOKENS)
+    return pages_for(tokens) + 1
+
+
+class Contexts:
+    """near_pages: as above; 0 where the model can read no pages that are elsewhere."""
+
+    def __init__(self, model: object, settings: EngineSettings) -> None:
+        """Raises ValueError where kv_mode asks for what the model cannot do."""
+        self._settings = settings
+        self._offload = offload_of(model, settings.state) if isinstance(model, Model) else None
+        self.near_pages = 0 if self._offload is None else near_pages(settings)
+        if self._offload is None and settings.state.kv_mode != "exact":
+            raise ValueError(f"kv_mode {settings.state.kv_mode}: the model has no MLA layers")
+
+    def enter(self, seq: Sequence, request: GenerateRequest) -> str:
+        """Gives the sequence its context, where it needs one. The name of how its state is
+        computed, for keys: what was selected is kept apart from what is exact (kv-state 3.5)."""
+        state = self._settings.state
+        mode = request.kv_mode or state.kv_mode
+        peak = pages_for(peak_tokens(seq.prompt_len, seq.params.max_tokens))
+        if self._offload is None or mode == "exact" or peak <= self.near_pages:
+            return "exact"
+        if mode == "offload":
+            seq.context = self._offload.context("offload")
+            return "exact"
+        seq.context = self._offload.context("select")
+        sizes = state.sink_tokens, state.window_tokens, state.select_pages
+        return f"select {sizes} {state.select_mass}"
+
+    def report(self, seq: Sequence) -> KvReport | None:
+        """None for what is exact."""
+        context = seq.context
+        if context is None or context.mode != "select":
+            return None
+        reading = context.reading
+        proven = isfinite(reading.bound)
+        return KvReport(
+            mode="select",
+            bits=reading.bits,
+            read_pages=reading.read_pages,
+            estimated_pages=reading.estimated_pages,
+            bound=reading.bound if proven else reading.estimated_share,
+            bound_kind="certificate" if proven else "estimate",
+        )
+
+    def count(self, stats: CacheStats) -> None:
+        if self._offload is not None:
+            stats.selected_pages = self._offload.total.read_pages
+            stats.skipped_pages = self._offload.total.estimated_pages
