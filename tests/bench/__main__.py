@@ -21,6 +21,7 @@ NAMES = (
     "state_isolation",
     "state_economy",
     "state_codecs",
+    "state_crash",
 )
 
 

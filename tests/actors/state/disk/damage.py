@@ -8,7 +8,15 @@ from expertmesh.actors.state.disk.manifest import ENTRY_BYTES, Entry, unpack
 from expertmesh.actors.state.disk.record import HEADER_BYTES
 from expertmesh.actors.state.item import Name
 from tests.actors.state.disk.simulated import SECTOR, Disk, SimulatedFiles
-from tests.actors.state.disk.workload import ROOT, Corrupt, Lost, Workload, check_record, open_log
+from tests.actors.state.disk.workload import (
+    ROOT,
+    Corrupt,
+    Lost,
+    Unnoticed,
+    Workload,
+    check_record,
+    open_log,
+)
 
 FOLDER = ROOT / "writer-00000001"
 KINDS = ("header", "body", "sector", "truncated", "swapped", "payloads", "manifest", "index")
@@ -46,8 +54,7 @@ class Patient:
 
     def trial(self, kind: str) -> None:
         """Damages something of a kind, opens the log and reads everything. Raises Corrupt where a
-        damaged item is served, Lost where the damage took an undamaged one along or was not
-        counted."""
+        damaged item is served, Lost where the damage took an undamaged one along, Unnoticed."""
         damage: Damage = getattr(self, f"_{kind}")()
         log = open_log(SimulatedFiles(damage.disk))
         positions = {name: check_record(log, name) for name in self.workload.promised}
@@ -59,7 +66,7 @@ class Patient:
                 raise Lost(f"{name} by {kind} of something else")
         failures = log.stats().failures
         if not failures.get("corrupt") and not failures.get("missing"):
-            raise Lost(f"{kind} was not counted")
+            raise Unnoticed(f"{kind} was not counted")
 
     def _pick(self, count: int = 1) -> list[Entry]:
         return self._rng.sample(self._large, count)

@@ -1,7 +1,6 @@
 """What changes on the disk, and what the disk refuses, is a counted miss or an error."""
 
 import errno
-import random
 import threading
 from pathlib import Path
 
@@ -11,8 +10,9 @@ from expertmesh.actors.state.disk.errors import DiskFailed, DiskFull
 from expertmesh.actors.state.disk.log import FULL_PAUSE_S, DiskLog
 from expertmesh.actors.state.item import Kind
 from tests.actors.state.disk.damage import KINDS, Patient
+from tests.actors.state.disk.faults import OPERATIONS, Fault, survive
 from tests.actors.state.disk.simulated import Disk, SimulatedFiles
-from tests.actors.state.disk.workload import LAYOUT, ROOT, SEGMENT, Workload, header, open_log
+from tests.actors.state.disk.workload import LAYOUT, ROOT, SEGMENT, header, open_log
 
 WAIT_S = 30.0
 
@@ -51,57 +51,11 @@ def test_another_secret_is_a_miss_and_deletes_nothing() -> None:
         log.close()
 
 
-class Fault:
-    """Refuses an operation from its `first` to its `last` time."""
-
-    def __init__(self, operation: str, number: int, first: int, last: int) -> None:
-        self.operation, self.number = operation, number
-        self.first, self.last = first, last
-        self.seen = self.injected = 0
-        self.armed = True
-
-    def __call__(self, operation: str, path: Path) -> None:
-        if self.armed and operation == self.operation:
-            self.seen += 1
-            if self.first <= self.seen <= self.last:
-                self.injected += 1
-                raise OSError(self.number, "injected", str(path))
-
-
-WRITES = ("create", "allocate", "write", "sync", "sync_folder", "rename", "unlink", "truncate")
-READS = ("open", "read", "names", "folders", "allocated", "lock")
-
-
-@pytest.mark.parametrize("operation", WRITES + READS)
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["eio", "enospc"])
 @pytest.mark.parametrize("evicting", [False, True])
 def test_refused_operations_cost_no_promise(operation: str, number: int, evicting: bool) -> None:
-    """Neither at once, nor when the power fails before or after the disk has recovered. Without
-    room one segment is evicted, whose pinned part is copied on."""
-    for seed in range(2):
-        rng = random.Random(seed)
-        first = rng.randrange(1, 9)
-        fault = Fault(operation, number, first, first + rng.randrange(4))
-        workload, disk = Workload(seed), Disk()
-        segments = 6 if evicting else 64
-        may_evict = evicting or number == errno.ENOSPC
-        fault.armed = False
-        log = open_log(SimulatedFiles(disk, fail=fault), segments=segments)
-        fault.armed, failures = True, 0
-        for _ in range(60):
-            try:
-                workload.step(log)
-            except DiskFailed:
-                failures += 1
-                later = open_log(SimulatedFiles(disk.after_power_failure(rng)), segments=segments)
-                workload.verify(later, may_evict)
-        fault.armed = False
-        workload.verify(log, may_evict)
-        later = open_log(SimulatedFiles(disk.after_power_failure(rng)), segments=segments)
-        workload.verify(later, may_evict)
-        stats = log.stats()
-        noticed = failures + workload.refused + stats.evictions + stats.failures.get("io", 0)
-        assert not fault.injected or noticed, fault.first
+    survive(operation, number, evicting, seed=1)
 
 
 def test_a_folder_that_cannot_be_used_says_so() -> None:

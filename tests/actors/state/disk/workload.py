@@ -51,6 +51,10 @@ class Lost(AssertionError):
     """Something that was acknowledged is gone."""
 
 
+class Unnoticed(AssertionError):
+    """Something went wrong on the disk, and neither a counter nor an error tells of it."""
+
+
 def check_record(log: DiskLog, name: Name) -> int | None:
     """Position of what is read under a name, None for a miss. Raises Corrupt."""
     record = log.read(name)
