@@ -14,7 +14,7 @@ from expertmesh.actors.state.disk.log import DiskLog
 from expertmesh.actors.state.disk.record import Record
 from expertmesh.actors.state.item import Header, Item, Kind, Lineage, Name, StateLayout
 from expertmesh.actors.state.stats import TierStats
-from expertmesh.actors.state.store import Fetch, Loaded
+from expertmesh.actors.state.store import Fetch, Loaded, Store
 
 LAYOUT = StateLayout(page=(2, 64, 8), kda=(2, 1, 4, 4), conv=(2, 3, 12), dtype=torch.float32)
 PAGE_BYTES = LAYOUT.nbytes(Kind.PAGE)
@@ -80,6 +80,16 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
+def put(store: Store, items: Sequence[Item], **how: bool) -> bool:
+    """Whether all were taken at once."""
+    return [store.put(item, **how) for item in items] == [True] * len(items)
+
+
+def press(store: Store, item: Item, **how: bool) -> None:
+    """Until it is taken: queues empty themselves."""
+    until(lambda: store.put(item, **how))
+
+
 def finished(fetch: Fetch) -> Fetch:
     until(lambda: fetch.done)
     return fetch
@@ -110,6 +120,7 @@ class FakeDisk:
     pinned: set[Name] = field(default_factory=set)
     reads: list[Name] = field(default_factory=list)
     started: list[Name] = field(default_factory=list)
+    writes: int = 0  # calls that write, begun
     syncs: int = 0
     refreshes: int = 0
     closed: bool = False
@@ -192,6 +203,7 @@ class FakeDisk:
         self.closed = True
 
     def _write(self) -> None:
+        self.writes += 1
         assert self.writing.wait(PATIENCE_S)
         self._touch_device()
 

@@ -32,11 +32,12 @@ class Packer:
         self._host, self._settings, self._lock, self._packed = host, settings, lock, packed
         self._work = threading.Condition(lock)
         self._waiting: deque[tuple[Entry, Item]] = deque()
-        self._closing = False
+        self._busy = self._closing = False
 
     @property
     def queued(self) -> int:
-        return len(self._waiting)
+        """Items that are not packed yet."""
+        return len(self._waiting) + self._busy
 
     def has_room(self, item: Item) -> bool:
         """An item alone always has, if the tier can hold it at all."""
@@ -69,12 +70,14 @@ class Packer:
             entry, item = self._waiting.popleft()
             if self._host.entries.get(entry.name) is not entry:
                 return True  # dropped, or replaced by a newer one
+            self._busy = True
         packed: Packed | None = None
         try:
             if arrived(item, self._settings.write_timeout_s):
                 packed, content = store_packed(item, self._settings.codec)
         finally:
             with self._lock:
+                self._busy = False
                 self._conclude(entry, packed, None if packed is None else content)
         return True
 

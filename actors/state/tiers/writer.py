@@ -56,7 +56,8 @@ class ColdWriter:
         self._tickets = count(1)
         self._flushes: list[tuple[StoreFetch, dict[Name, int]]] = []
         self._lost = ""  # why something owed was not written, until a flush has told
-        self._began: float | None = None  # the group that is being written
+        self._began: float | None = None  # when the group was that is being written
+        self._under_way = 0  # orders in it
         self._late = self._full = self._closing = False
         self.breaker = Breaker(clock)
         self.limit = WriteLimit(clock, bytes_per_s, bytes_per_s * _WRITE_BURST_S)
@@ -73,7 +74,7 @@ class ColdWriter:
 
     def tell(self, stats: TierStats) -> None:
         """Adds what only we know."""
-        stats.queued += len(self._orders)
+        stats.queued += len(self._orders) + self._under_way
         stats.refused += self.refused
         stats.read_only = self.read_only or stats.read_only
         add_failures(stats, self.failures)
@@ -194,7 +195,7 @@ class ColdWriter:
             group = self._next_group()
             if not group:
                 return not self._closing or (bool(self._orders) and not self.breaker.open)
-            self._began = self._clock()
+            self._began, self._under_way = self._clock(), len(group)
         failure = "error"
         try:
             failure = carry_out(self._log, group)
@@ -239,7 +240,7 @@ class ColdWriter:
         return False
 
     def _conclude(self, group: Sequence[Order], failure: str) -> None:
-        late, self._began, self._late = self._late, None, False
+        late, self._began, self._late, self._under_way = self._late, None, False, 0
         if failure:
             self.failures[failure] += 1
             self.breaker.failed()
