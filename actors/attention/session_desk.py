@@ -28,14 +28,16 @@ class SessionDesk:
     def __init__(self, cache: StateCache, store: Store, arrived: threading.Event) -> None:
         """arrived: the engine's, set when there is something to do."""
         self._cache, self._arrived = cache, arrived
+        self._errands = Errands()
         self.sessions = Sessions(
             store,
             cache.device,
             cache.settings,
+            self._errands,
             fingerprint=cache.fingerprint,
             layout=cache.state.layout,
         )
-        self._errands = Errands()
+        self._refreshing = False
         self._verbs = SessionVerbs(self.sessions, self._errands)
         self._lock = threading.Lock()  # guards the next two
         self._calls: deque[tuple[SessionCall, Future[SessionAnswer]]] = deque()
@@ -86,6 +88,17 @@ class SessionDesk:
         self._errands.poll()
         if self.sessions.sweep_due:
             self.sessions.sweep()
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """What others have left on the disk counts against the quota and is pinned here."""
+
+        def done(_: object) -> None:
+            self._refreshing = False
+
+        if not self._refreshing:
+            self._refreshing = True
+            self._errands.start(self.sessions.refresh(), done, done)
 
     def claim(self, request: GenerateRequest, done: Callable[[Tip | None], None]) -> None:
         """Calls `done`, now or from `work`, with where the request goes on."""

@@ -5,7 +5,9 @@ from typing import Literal
 import msgspec
 
 Verb = Literal["list", "show", "suspend", "resume", "fork", "delete"]
-Problem = Literal["unknown", "exists", "quota", "no_disk", "lost", "full", "timeout", "failed"]
+Problem = Literal[
+    "unknown", "exists", "quota", "no_disk", "lost", "busy", "full", "timeout", "failed"
+]  # fmt: skip
 
 
 class SessionCall(msgspec.Struct, kw_only=True, frozen=True):

@@ -10,7 +10,6 @@ from expertmesh.actors.state.item import Kind
 from expertmesh.actors.state.manifest import Manifest
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.session_messages import (
-    Problem,
     ResumeReport,
     SessionAnswer,
     SessionCall,
@@ -19,11 +18,9 @@ from expertmesh.actors.state.session_messages import (
     SuspendReport,
 )
 from expertmesh.actors.state.sessions import Sessions
-from expertmesh.actors.state.store import Fetch
 
 # The lowest tier tells how far away the state was.
 _DEPTH = ("hot", "host", "disk")
-_WRITE_PROBLEMS: dict[str, Problem] = {"full": "full", "timeout": "timeout"}
 
 
 class SessionVerbs:
@@ -105,10 +102,7 @@ class SessionVerbs:
                 "lost", f"the state of session {manifest.session!r} is not in memory any more: its "
                 "next request computes it again, and then it can be suspended",
             )  # fmt: skip
-        suspended = sessions.touch(manifest, suspended=True)
-        if not sessions.enter(suspended):
-            raise SessionProblem("full", "the disk takes no more: the session is not suspended")
-        yield from self._synced("the session is not suspended")
+        yield from self._commit(sessions.touch(manifest, suspended=True), "it is not suspended")
         return SuspendReport(
             session_id=manifest.session,
             tokens=manifest.count,
@@ -117,14 +111,15 @@ class SessionVerbs:
             seconds=perf_counter() - began,
         )
 
-    def _synced(self, otherwise: str) -> Steps[None]:
-        flush: Fetch = self._sessions.store.flush()
-        yield flush
-        if flush.items is None:
-            raise SessionProblem(
-                _WRITE_PROBLEMS.get(flush.reason, "failed"),
-                f"the disk has not taken everything ({flush.reason}): {otherwise}",
-            )
+    def _commit(self, manifest: Manifest, otherwise: str) -> Steps[None]:
+        """The session is this, here and on the disk, when this returns."""
+        self._sessions.enter(manifest)
+        try:
+            whole = yield from self._sessions.commit(manifest)
+        except SessionProblem as problem:
+            raise SessionProblem(problem.problem, f"{problem.message}: {otherwise}") from problem
+        if not whole:
+            raise SessionProblem("busy", f"a request of the session has ended: {otherwise}")
 
     def _resume(self, manifest: Manifest) -> Steps[ResumeReport]:
         """Brings it into memory, verified, and holds it there for the next request."""
@@ -150,7 +145,7 @@ class SessionVerbs:
         report.restored_tokens, report.recomputed_tokens = manifest.position, 0
         report.bytes = sum(item.nbytes for item in fetch.items)
         report.tier = max(["hot", *(item.tier for item in fetch.items)], key=_DEPTH.index)
-        sessions.enter(sessions.touch(manifest, suspended=False))
+        sessions.settle(sessions.touch(manifest, suspended=False))
         sessions.hold(manifest.tenant, manifest.session, fetch)
         return report
 
@@ -166,10 +161,10 @@ class SessionVerbs:
             limit = sessions.settings.sessions_per_tenant
             raise SessionProblem("quota", f"there are {limit} sessions already, and no more may be")
         fork = sessions.twin(manifest, target)
-        if not sessions.enter(fork):
-            raise SessionProblem("full", "the disk takes no more: the session is not forked")
         if fork.suspended:
-            yield from self._synced("the fork may not outlive this server")
+            yield from self._commit(fork, "the fork may not outlive this server")
+        else:
+            sessions.settle(fork)
         return self._view(fork)
 
     def _delete(self, manifest: Manifest) -> Steps[None]:
@@ -182,6 +177,4 @@ class SessionVerbs:
         gone = msgspec.structs.replace(
             gone, deleted=True, tokens=b"", keys=b"", tip=b"", position=0, switches=[]
         )
-        if not sessions.enter(gone):
-            raise SessionProblem("full", "the disk takes no more: the session is not deleted")
-        yield from self._synced("the session may come back when this server starts again")
+        yield from self._commit(gone, "it may come back when this server starts again")

@@ -2,24 +2,28 @@
 
 A session holds a Tip and the conversation's tokens. Its pages and its snapshot are ordinary items
 of the store, shared with forks and with whoever has the same prefix; the session adds a manifest.
-With a disk all of it is durable, and pinned there, from the end of each turn; without one it stays
-in host memory for as long as there is room. What is lost anywhere is computed again.
+With a disk all of it is written, and pinned there, from the end of each turn on; without one it
+stays in host memory for as long as there is room. What is lost anywhere is computed again.
+
+On disk a manifest follows when all that it names is there, and what the one before it names goes
+when the new one is there: whenever the process dies, the newest manifest is of a whole state.
 
 Several replicas may know a session. Each change raises its version, and the greatest one counts;
 a request whose prompt does not begin with a version's tokens simply does not use it, so that an old
 version costs time and never a wrong answer.
 """
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import torch
 
-from expertmesh.actors.state.errands import Steps
+from expertmesh.actors.state.errands import Errands, Steps
 from expertmesh.actors.state.item import Item, Kind, Name, StateLayout
 from expertmesh.actors.state.manifest import (
     Manifest,
@@ -28,10 +32,15 @@ from expertmesh.actors.state.manifest import (
     session_name,
     to_item,
 )
+from expertmesh.actors.state.session_messages import Problem, SessionProblem
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.store import Fetch, Store
 from expertmesh.actors.state.tip import Tip
 
+_log = logging.getLogger(__name__)
+
+# What the reason of a flush that failed is to whoever asked.
+_PROBLEMS: dict[str, Problem] = {"full": "full", "timeout": "timeout"}
 # Between two looks for sessions that are due to go or that other replicas have written.
 SWEEP_S = 10.0
 # How long what `resume` has loaded is held for the session's next request.
@@ -50,9 +59,11 @@ class Device(Protocol):
 
 @dataclass(slots=True)
 class Entry:
-    """held: a load for the next request, until then referenced. held_at: since when."""
+    """held: a load for the next request, until then referenced. held_at: since when. before: what
+    the session was until the disk has this manifest."""
 
     manifest: Manifest
+    before: list[Manifest] = field(default_factory=list)
     held: Fetch | None = None
     held_at: float = 0.0
 
@@ -70,13 +81,16 @@ class Sessions:
         store: Store,
         device: Device,
         settings: StateSettings,
+        errands: Errands,
         *,
         fingerprint: bytes,
         layout: StateLayout,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """fingerprint: of root_key. clock: seconds since 1970."""
+        """errands: what is waited for without waiting. fingerprint: of root_key. clock: seconds
+        since 1970."""
         self.store, self.device, self.settings = store, device, settings
+        self._errands = errands
         self.fingerprint, self._layout, self._clock = fingerprint, layout.fingerprint, clock
         self.sizes = {kind: layout.nbytes(kind) for kind in Kind}
         self._entries: dict[Name, Entry] = {}
@@ -143,7 +157,8 @@ class Sessions:
             if fetch.items is not None:
                 manifest = from_bytes(_bytes_of(fetch), name, self.fingerprint)
                 if manifest is not None and manifest.version > self._version(name):
-                    self._enter(name, manifest)
+                    self.enter(manifest)
+                    self._leave_before(name)
             fetch.cancel()
 
     def _version(self, name: Name) -> int:
@@ -175,6 +190,7 @@ class Sessions:
             return False
         name, now = self.name(tenant, session), self._clock()
         before = self._living(name)
+        created = now if before is None else before.manifest.created
         manifest = Manifest(
             tenant=tenant,
             session=session,
@@ -185,16 +201,17 @@ class Sessions:
             keys=b"".join(tip.keys),
             tip=tip.key,
             seed=seed,
-            created=now
-            if self._living(name) is None or before is None
-            else before.manifest.created,
+            created=created,
             used=now,
             version=self.next_version(name),
         )
         for item in items:
             if not self.store.put(item, durable=self.durable):
                 return False
-        return self.keep(tip.names) and self.enter(manifest)
+        if not self.keep(tip.names):
+            return False
+        self.settle(manifest)
+        return True
 
     def keep(self, names: Sequence[Name]) -> bool:
         """Sees to it that items are in the store, and stay there where they are durable. False:
@@ -218,17 +235,16 @@ class Sessions:
             manifest, used=self._clock(), version=self.next_version(name), suspended=suspended
         )
 
-    def enter(self, manifest: Manifest) -> bool:
-        """The session is this from now on, here and, with a disk, for everybody. False: no room."""
-        item = to_item(manifest, self.fingerprint, self._layout)
-        if self.durable and not self.store.put(item, durable=True, pinned=True):
-            return False
-        self._enter(self.name(manifest.tenant, manifest.session), manifest)
-        return True
+    def settle(self, manifest: Manifest) -> None:
+        """The session is this from now on; the disk follows without anybody waiting for it."""
+        self.enter(manifest)
+        self._errands.start(self.commit(manifest), _ignore, self._not_written)
 
-    def _enter(self, name: Name, manifest: Manifest) -> None:
+    def enter(self, manifest: Manifest) -> None:
+        """The session is this from now on, here. `commit` follows."""
+        name = self.name(manifest.tenant, manifest.session)
         old = self._entries.get(name)
-        self._entries[name] = Entry(manifest)
+        entry = self._entries[name] = Entry(manifest)
         if manifest.deleted:
             self._of[manifest.tenant].discard(manifest.session)
         else:
@@ -236,7 +252,41 @@ class Sessions:
             self._pin(manifest.point().names)
         if old is not None:
             old.let_go()
-            self._leave(old.manifest)
+            entry.before = [*old.before, old.manifest]
+
+    def commit(self, manifest: Manifest) -> Steps[bool]:
+        """Brings a session that was entered to the disk: its parts, then its manifest. False: it
+        has changed meanwhile, which is another commit's. Raises SessionProblem, and then the disk
+        has it as it was before."""
+        name = self.name(manifest.tenant, manifest.session)
+        if self.durable:
+            yield from self._synced()
+            if self._version(name) != manifest.version:
+                return False
+            item = to_item(manifest, self.fingerprint, self._layout)
+            if not self.store.put(item, durable=True, pinned=True):
+                raise SessionProblem("full", "there is no room for it")
+            yield from self._synced()
+        if self._version(name) != manifest.version:
+            return False
+        self._leave_before(name)
+        return True
+
+    def _synced(self) -> Steps[None]:
+        flush = self.store.flush()
+        yield flush
+        if flush.items is None:
+            problem = _PROBLEMS.get(flush.reason, "failed")
+            raise SessionProblem(problem, f"the disk has not taken everything ({flush.reason})")
+
+    def _not_written(self, error: Exception) -> None:
+        _log.warning("a session is in memory only: %s", error)
+
+    def _leave_before(self, name: Name) -> None:
+        entry = self._entries[name]
+        before, entry.before = entry.before, []
+        for manifest in before:
+            self._leave(manifest)
 
     def _leave(self, manifest: Manifest) -> None:
         """Nobody goes on from this state under that name any more."""
@@ -303,7 +353,8 @@ class Sessions:
             return
         entry.let_go()
         self._of[entry.manifest.tenant].discard(entry.manifest.session)
-        self._leave(entry.manifest)
+        for manifest in (*entry.before, entry.manifest):
+            self._leave(manifest)
         if self.durable:
             self.store.unpin([name])
             self.store.drop([name])
@@ -320,3 +371,7 @@ def _bytes_of(fetch: Fetch) -> bytes:
     out = torch.empty(loaded.raw_bytes, dtype=torch.uint8)
     loaded.layer(0, 0, out)
     return out.numpy().tobytes()
+
+
+def _ignore(done: bool) -> None:
+    pass

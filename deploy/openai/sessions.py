@@ -33,12 +33,13 @@ SALT_HEADER = "x-cache-salt"
 _SALT_LENGTH = 256
 _BODY_BYTES, _BODY_DEPTH = 10_000, 8
 _STATUS: dict[Problem, int] = {
-    "unknown": 404, "exists": 409, "no_disk": 409, "lost": 409, "quota": 429,
+    "unknown": 404, "exists": 409, "no_disk": 409, "lost": 409, "busy": 409, "quota": 429,
     "full": 503, "timeout": 503, "failed": 500,
 }  # fmt: skip
 _CODES: dict[Problem, str] = {
     "unknown": "session_not_found", "exists": "session_exists", "no_disk": "no_state_dir",
-    "lost": "session_state_lost", "quota": "session_quota_exceeded",
+    "lost": "session_state_lost", "busy": "session_changed",
+    "quota": "session_quota_exceeded",
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class FakeStore:
         self.pins = 0
         self.slow = False
         self.lost: set[Name] = set()
-        self.waiting: list[tuple[FakeFetch, list[Name]]] = []
+        self.waiting: list[tuple[FakeFetch, list[Name] | None]] = []  # None: a flush
         self.held: list[FakeFetch] = []
 
     def where(self, name: Name, exact: bool = True) -> Tier | None:
@@ -115,8 +115,13 @@ class FakeStore:
 
     def finish(self) -> None:
         """Ends all loads under way."""
-        for fetch, names in self.waiting:
+        waiting, self.waiting = self.waiting, []
+        for fetch, names in waiting:
             fetch.done = True
+            if names is None:
+                fetch.items = [] if self.disk.sync() else None
+                fetch.reason = self.disk.broken
+                continue
             if any(name in self.lost or self.where(name) is None for name in names):
                 fetch.reason = "missing"
                 continue
@@ -125,7 +130,6 @@ class FakeStore:
                 FakeLoaded(item.header, item, self.where(item.header.name) or "disk")
                 for item in items
             ]
-        self.waiting = []
 
     def _newest(self, name: Name) -> Item:
         here, there = self.host.get(name), self.disk.items.get(name)
@@ -138,9 +142,11 @@ class FakeStore:
         return 0.0
 
     def flush(self) -> FakeFetch:
-        if self.disk.sync():
-            return FakeFetch(items=[])
-        return FakeFetch(reason=self.disk.broken)
+        fetch = FakeFetch(done=False)
+        self.waiting.append((fetch, None))
+        if not self.slow:
+            self.finish()
+        return fetch
 
     def positions(self, kind: Kind) -> Mapping[Name, int]:
         known = [*self.disk.items.values(), *self.disk.written.values()]
@@ -162,7 +168,7 @@ class FakeStore:
             for where in (self.host, self.disk.items, self.disk.written):
                 where.pop(name, None)
 
-    def look(self) -> FakeFetch:
+    def look(self) -> FakeFetch:  # the disk is these dictionaries
         return FakeFetch(items=[])
 
     def stats(self) -> StoreStats:

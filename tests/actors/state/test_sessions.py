@@ -34,11 +34,11 @@ class Replica:
     def __init__(self, disk: FakeDisk | None, **settings: Any) -> None:
         self.store, self.device, self.now = FakeStore(disk), FakeDevice(), 1000.0
         folder = {} if disk is None else {"disk": "/nowhere", "disk_bytes": 1 << 30}
+        self.errands = Errands()
         self.sessions = Sessions(
-            self.store, self.device, StateSettings(**folder, **settings),
+            self.store, self.device, StateSettings(**folder, **settings), self.errands,
             fingerprint=FINGERPRINT, layout=LAYOUT, clock=lambda: self.now,
         )  # fmt: skip
-        self.errands = Errands()
         self.verbs = SessionVerbs(self.sessions, self.errands)
 
     def turn(
@@ -151,12 +151,54 @@ def test_suspended_means_on_disk_and_synced(disk: FakeDisk) -> None:
     assert again.claim("s", [*CONVERSATION, 1]) == tip
 
 
-def test_a_turn_survives_a_kill_without_suspend_once_it_is_synced(disk: FakeDisk) -> None:
+def test_a_kill_at_any_moment_leaves_the_newest_whole_state(disk: FakeDisk) -> None:
+    """Before the first sync there is nothing; between any two, one turn or the next, whole."""
+    replica = Replica(disk)
+    replica.store.slow = True
+    longer = [*CONVERSATION, *range(60)]
+    wanted = [None, None, 149, 149, 149, 209]
+    for moment, position in enumerate(wanted):
+        if moment == 0:
+            replica.turn("s")
+        elif moment == 3:
+            replica.turn("s", longer)
+        restarted = Replica(FakeDisk(dict(disk.items)))  # what is written and not synced is gone
+        claimed = [restarted.claim("s", [*text, 1]) for text in (CONVERSATION, longer)]
+        whole = [tip for tip in claimed if tip is not None]
+        for tip in whole:
+            assert all(name in disk.items for name in tip.names), moment
+        assert (whole[-1].position if whole else None) == position, moment
+        replica.store.finish()
+        replica.errands.poll()
+    assert not len(replica.errands)
+
+
+def test_turns_faster_than_the_disk(disk: FakeDisk) -> None:
+    replica = Replica(disk)
+    replica.store.slow = True
+    tips = [replica.turn("s", [*CONVERSATION, *range(n)]) for n in range(4)]
+    while len(replica.errands):
+        replica.store.finish()
+        replica.errands.poll()
+    assert Replica(disk).ask("show", "s").tokens == 153
+    assert disk.pinned == {*tips[-1].names}
+    assert not {name for tip in tips[:-1] for name in tip.end} & disk.items.keys()
+
+
+def test_a_turn_that_ends_while_its_session_is_suspended(disk: FakeDisk) -> None:
     replica = Replica(disk)
     replica.turn("s")
-    assert Replica(FakeDisk(dict(disk.items))).claim("s", [*CONVERSATION, 1]) is None
-    disk.sync()
-    assert Replica(disk).claim("s", [*CONVERSATION, 1]).position == 149
+    replica.store.slow = True
+    answers: list[SessionAnswer] = []
+    replica.verbs.call(SessionCall(verb="suspend", tenant="a/", session="s"), answers.append)
+    replica.turn("s", [*CONVERSATION, 1, 2])
+    while len(replica.errands):
+        replica.store.finish()
+        replica.errands.poll()
+    assert answers[0].problem == "busy" and "not suspended" in answers[0].message
+    replica.store.slow = False
+    assert replica.ask("show", "s").status == "active"
+    assert replica.ask("suspend", "s").tokens == 152
 
 
 def test_without_a_disk_nothing_is_suspended_and_nothing_pretends() -> None:
@@ -268,8 +310,6 @@ def test_deleted_means_deleted_everywhere(disk: FakeDisk) -> None:
         assert replica.ask("show", "s").problem == "unknown"
         assert replica.claim("s", [*CONVERSATION, 1]) is None
     two.turn("s", [5] * 70)  # the name is free again
-    assert one.ask("show", "s").problem == "unknown"  # as far as is synced
-    disk.sync()
     assert one.ask("show", "s").tokens == 70
 
 
@@ -342,7 +382,7 @@ def test_verbs_wait_for_the_store_without_waiting(disk: FakeDisk) -> None:
         replica.store.finish()
         assert replica.errands.ready
         replica.errands.poll()
-    assert answers[0].resumed is not None and not len(replica.errands)
+    assert answers[0].resumed is not None
 
 
 def test_verbs_under_way_end_when_the_engine_does(disk: FakeDisk) -> None:
