@@ -22,7 +22,7 @@ from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import size_text
 from expertmesh.deploy.serve_console import announce, print_mesh, print_plan
 from expertmesh.deploy.serve_options import ServeOptions
-from expertmesh.deploy.state_checks import check_state_folder
+from expertmesh.deploy.state_checks import check_kv_mode, check_state_folder
 from expertmesh.deploy.stop_signals import Stopped, handle_signals, stop_by_signal
 
 
@@ -79,6 +79,7 @@ def run(options: ServeOptions) -> None:
 
 def _check_state(console: Console, options: ServeOptions, config: ModelConfig) -> None:
     state = options.state()
+    check_kv_mode(config, options.engine(config))
     if options.address is not None:
         return  # folders of other machines: their actors look by themselves
     dtype = placed("auto", options.compute)[1]

@@ -1,4 +1,4 @@
-"""Whether a folder can hold cached state and sessions: a look before the first process starts."""
+"""What can refuse a start for the sake of cached state: its folder, and how old tokens are read."""
 
 import os
 import shutil
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from expertmesh.actors.attention.contexts import near_pages
+from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.state.disk.seal import LEAST_BYTES
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
@@ -63,6 +65,24 @@ def check_state_folder(
             "it; when that is full, nothing more is stored"
         )
     return ""
+
+
+def check_kv_mode(config: ModelConfig, engine: EngineSettings) -> None:
+    """Refused when the model has no old pages to read, or the device could not even hold those that
+    a long request keeps there."""
+    mode, context = engine.state.kv_mode, engine.max_context or config.max_position
+    if mode == "exact":
+        return
+    if len(config.kda_layers) == config.num_layers:
+        raise Refused(ExitCode.USAGE, f"--kv-mode {mode}: this model has no MLA layers")
+    near = near_pages(engine)
+    if pages_for(context) > engine.pages < near:
+        raise Refused(
+            ExitCode.USAGE,
+            f"--kv-mode {mode}: a request that is longer than --kv-pages {engine.pages} keeps "
+            f"{near} pages on the device",
+            f"raise --kv-pages, or lower --kv-window (now {engine.state.window_tokens} tokens)",
+        )
 
 
 def _nearest(folder: Path) -> Path:

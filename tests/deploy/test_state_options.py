@@ -19,7 +19,7 @@ from expertmesh.deploy.cli import app
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.serve_console import print_plan
 from expertmesh.deploy.serve_options import ServeOptions
-from expertmesh.deploy.state_checks import check_state_folder
+from expertmesh.deploy.state_checks import check_kv_mode, check_state_folder
 
 GIB = 1 << 30
 Serve = Callable[..., ServeOptions]
@@ -112,6 +112,27 @@ class TestFlags:
             assert options.context(config) == options.engine(config).max_context == context
             options = serve("--kv-pages", "64", "--kv-mode", mode, "--max-model-len", "5000")
             assert options.context(config) == min(context, 5000)
+
+    def test_what_a_long_request_keeps_on_the_device_must_fit(self, serve: Serve) -> None:
+        def check(*flags: str) -> None:
+            options = serve(*flags)
+            config = preflight.check_folder(options.model)
+            check_kv_mode(config, options.engine(config))
+
+        check("--kv-pages", "8")
+        check("--kv-pages", "8", "--kv-mode", "offload", "--max-model-len", "512")
+        check("--kv-pages", "80", "--kv-mode", "offload")
+        with pytest.raises(Refused, match="longer than --kv-pages 64 keeps") as refused:
+            check("--kv-pages", "64", "--kv-mode", "offload")
+        assert "--kv-window (now 4096 tokens)" in refused.value.hint
+        check("--kv-pages", "64", "--kv-mode", "offload", "--kv-window", "1024")
+
+    def test_a_model_without_old_pages_reads_them_exactly(self, serve: Serve) -> None:
+        options = serve("--kv-mode", "select")
+        config = preflight.check_folder(options.model)
+        linear = config.model_copy(update={"kda_layers": tuple(range(config.num_layers))})
+        with pytest.raises(Refused, match="has no MLA layers"):
+            check_kv_mode(linear, options.engine(config))
 
     def test_the_plan_tells_where_state_is_kept(self, serve: Serve, tmp_path: Path) -> None:
         def plan(*flags: str) -> str:
