@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import ray
 
+from expertmesh.actors.attention.actor import replica_stats
+from expertmesh.actors.state.settings import StateSettings
 from expertmesh.cluster.launch import Mesh, start
 from expertmesh.cluster.membership import Worker
 from expertmesh.cluster.settings import RecoverySettings
 from tests.support.local_ray import cluster
-from tests.system.test_mesh import Reader, ask, model, one_process, settings, submit
+from tests.system.test_mesh import ENGINE, Reader, ask, model, one_process, settings, submit
 
 __all__ = ["cluster", "model"]  # fixtures
 
@@ -88,6 +92,34 @@ def test_a_lost_expert_actor_costs_a_moment_and_no_token(
         assert replacement.member.pid != victim.member.pid
     finally:
         mesh.stop()
+
+
+def test_a_lost_replica_costs_at_most_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    """Another replica goes on from what the lost one has left on the disk that they share."""
+    state = StateSettings(disk=tmp_path / "state", disk_bytes=256 << 20)
+    engine = ENGINE.model_copy(update={"state": state})
+    request = msgspec.structs.replace(
+        ask("long", 1, 500), prompt_ids=[(i * i) % 300 + 1 for i in range(900)]
+    )
+    mesh = start(settings(model, attention_replicas=2, expert_actors=0, engine=engine))
+    try:
+        first, second = mesh.controller.mesh.attention
+        reader = Reader(first.handle, "door")
+        assert submit(first.handle, "door", request) == [None]
+        reader.wait(lambda r: len(r.tokens.get("long", ())) > 350, 60)
+        kill(mesh, first)
+        reader.wait(lambda r: r.lost is not None)
+        received = reader.tokens["long"]
+        heir = Reader(second.handle, "door")
+        resumed = msgspec.structs.replace(request, resume_ids=list(received))
+        assert submit(second.handle, "door", resumed) == [None]
+        heir.wait(lambda r: "long" in r.ends, 60)
+        stats = replica_stats(ray.get(second.handle.stats.remote())).engine
+    finally:
+        mesh.stop()
+    assert received + heir.tokens["long"] == one_process(model, 1, [request])["long"]
+    assert 0 < stats.recomputed_tokens <= state.checkpoint_tokens
+    assert stats.cache.loads_failed == 0
 
 
 def test_what_nobody_can_hold_is_said_and_waited_for(
