@@ -30,5 +30,9 @@ def named(what: str) -> Iterator[None]:
     except DiskFailed:
         raise
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise (DiskFull if full else DiskFailed)(f"{what}: {error}") from error
+        raise failed(what, error) from error
+
+
+def failed(what: str, error: OSError) -> DiskFailed:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (DiskFull if full else DiskFailed)(f"{what}: {error}")

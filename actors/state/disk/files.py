@@ -67,17 +67,14 @@ class Files:
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fills the buffers, at most IOV_MAX; returns bytes read, fewer only at the file's end."""
-        done = 0
-        while True:
-            left, skip = [], done
-            for view in buffers:
-                if skip < len(view):
-                    left.append(view[skip:])
-                skip = max(0, skip - len(view))
-            count = os.preadv(fd, left, offset + done) if left else 0
-            done += count
+        total = sum(map(len, buffers))
+        done = os.preadv(fd, buffers, offset)
+        while done < total:  # seldom: a signal, or the end
+            count = os.preadv(fd, _behind(buffers, done), offset + done)
             if not count:
-                return done
+                break
+            done += count
+        return done
 
     def size(self, path: Path) -> int:
         return path.stat().st_size
@@ -112,3 +109,13 @@ class Files:
 
     def folders(self, path: Path) -> list[Path]:
         return sorted(entry for entry in path.iterdir() if entry.is_dir())
+
+
+def _behind(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What of the buffers is left to fill."""
+    left = []
+    for view in buffers:
+        if done < len(view):
+            left.append(view[done:])
+        done = max(0, done - len(view))
+    return left

@@ -10,6 +10,7 @@ ends while it reads, a segment that vanishes.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from expertmesh.actors.state.disk.errors import DiskFailed, named
@@ -25,6 +26,7 @@ from expertmesh.actors.state.disk.manifest import (
 RETRIES = 5
 
 
+@lru_cache(4096)  # asked for by every read
 def segment_path(folder: Path, segment: int) -> Path:
     return folder / f"{segment:016x}.seg"
 

@@ -208,7 +208,8 @@ class Library:
                 for writer in self.writers:
                     if writer.number == folder_of(entry.place.segment):
                         writer.obey(entry)
-        self.dead = {place for place in self.dead if place[0] in living}
+        # A copy, because readers add to it. What they add meanwhile they will find damaged again.
+        self.dead = {place for place in self.dead.copy() if place[0] in living}
         for writer in self.writers:
             writer.prune_elsewhere(living)
 

@@ -144,8 +144,7 @@ class DiskLog:
         place = self._writer.next_place(nbytes)
         entry = Entry(
             Op.PUT,
-            header.kind,
-            header.key,
+            header.name,
             place,
             raw_bytes,
             header.position,
@@ -177,23 +176,32 @@ class DiskLog:
     def _evict(self) -> bool:
         """Gives one segment back, its pinned records copied on before. False: there is none."""
         self._library.adopt()
-        found = victim(self._library.writers)
-        if found is None:  # what was appended since the last sync may fill all segments
-            self._writer.commit()
-            found = victim(self._library.writers)
-        if found is None:
-            return False
-        held = found.writer.index.segments[found.segment]
-        items = len(held.names)
         try:
+            found = victim(self._library.writers)
+            if found is None:  # what was appended since the last sync may fill all segments
+                self._writer.commit()
+                found = victim(self._library.writers)
+            if found is None:
+                return False
+            held = found.writer.index.segments[found.segment]
+            items = len(held.names)
             for name in list(held.names):
                 if found.writer.index.entries[name].pinned and self._copy(found, name):
                     items -= 1
+            self._writer.commit()
+            found.writer.drop(found.segment)
         except DiskFull:
-            return False
-        self._writer.commit()
-        found.writer.drop(found.segment)
+            return self._relieve()
         self._counters.evicted(items)
+        return True
+
+    def _relieve(self) -> bool:
+        """Gives a segment back when there is not even room for a manifest entry that says so."""
+        found = victim(self._library.writers, copying=False)
+        if found is None:
+            return False
+        self._counters.evicted(len(found.writer.index.segments[found.segment].names))
+        found.writer.drop_unsaid(found.segment)
         return True
 
     def _copy(self, found: Victim, name: Name) -> bool:
@@ -219,8 +227,12 @@ class DiskLog:
         self._check_open()
         began = time.perf_counter()
         self._library.bury()
-        for writer in self._library.writers:
-            writer.commit()
+        try:
+            for writer in self._library.writers:
+                writer.commit()
+        except DiskFull:
+            self._relieve()
+            raise
         done, self._writer.committed = self._writer.committed, []
         for entry in done:
             self._library.touch(entry)
@@ -257,6 +269,8 @@ class DiskLog:
         self._check_open()
         self._counters.fail("manifest", self._library.refresh())
         self._counters.fail("io", self._library.take_failures())
+        if not self._library.views:
+            return
         if self._space.crowded(self._library.writers, self._library.replicas):
             self._library.adopt()
             if self._space.crowded(self._library.writers, self._library.replicas):

@@ -38,17 +38,12 @@ class Entry(NamedTuple):
     one name, in the folders of several writers, counts."""
 
     op: Op
-    kind: int
-    key: bytes
+    name: Name
     place: Place
     raw_bytes: int = 0
     position: int = 0
     stamp: int = 0
     pinned: bool = False
-
-    @property
-    def name(self) -> Name:
-        return Name(self.key, Kind(self.kind))
 
 
 # version, op, kind, flags, sequence, segment, offset, bytes, raw bytes, position, stamp, key;
@@ -61,11 +56,14 @@ ENTRY_BYTES = _ENTRY.size + _CRC.size
 # xxh3-128 of them; a CRC behind
 _INDEX = struct.Struct("<8sHQQQQ16s")
 INDEX_MAGIC = b"EMindex\n"
-NO_KEY = bytes(KEY_BYTES)
+NOTHING = Name(bytes(KEY_BYTES), Kind.PAGE)
+# Calling an enumeration to look a number up takes longer than all the rest of an entry.
+_OPS = {int(op): op for op in Op}
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 def dropped(segment: int) -> Entry:
-    return Entry(Op.DROP, 0, NO_KEY, Place(segment, 0, 0))
+    return Entry(Op.DROP, NOTHING, Place(segment, 0, 0))
 
 
 def pack(entries: Iterable[Entry], sequence: int) -> bytes:
@@ -75,14 +73,14 @@ def pack(entries: Iterable[Entry], sequence: int) -> bytes:
         body = _ENTRY.pack(
             VERSION,
             entry.op,
-            entry.kind,
+            entry.name.kind,
             PINNED if entry.pinned else 0,
             number,
             *entry.place,
             entry.raw_bytes,
             entry.position,
             entry.stamp,
-            entry.key,
+            entry.name.key,
         )
         out += body + _CRC.pack(zlib.crc32(body))
     return bytes(out)
@@ -158,5 +156,12 @@ def _entry(
     stamp: int,
     key: bytes,
 ) -> Entry:
-    place = Place(segment, offset, nbytes)
-    return Entry(Op(op), kind, key, place, raw_bytes, position, stamp, bool(flags & PINNED))
+    return Entry(
+        _OPS[op],
+        Name(key, _KINDS[kind]),
+        Place(segment, offset, nbytes),
+        raw_bytes,
+        position,
+        stamp,
+        bool(flags & PINNED),
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from expertmesh.actors.state.disk.counters import Counters
-from expertmesh.actors.state.disk.errors import DiskFailed, named
+from expertmesh.actors.state.disk.errors import DiskFailed, failed
 from expertmesh.actors.state.disk.files import Buffer, Files
 from expertmesh.actors.state.disk.folder import segment_path
 from expertmesh.actors.state.disk.library import Found, Library
@@ -72,14 +72,13 @@ class Reader:
         """Opened for each read: a descriptor kept would have to outlive the segment's eviction,
         and its number might be another file's by then."""
         path = segment_path(found.folder, found.entry.place.segment)
-        with named(f"reading {path}"):
-            try:
-                fd = self._files.open(path)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ESTALE):  # its writer has evicted it
-                    raise Damaged("vanished") from error
-                raise
+        try:
+            fd = self._files.open(path)
             try:
                 return self._files.read(fd, buffers, found.entry.place.offset)
             finally:
                 self._files.close(fd)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # its writer has evicted it
+                raise Damaged("vanished") from error
+            raise failed(f"reading {path}", error) from error

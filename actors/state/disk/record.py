@@ -19,7 +19,7 @@ import xxhash
 
 from expertmesh.actors.state.disk.files import Buffer
 from expertmesh.actors.state.disk.seal import TAG_BYTES, Seal
-from expertmesh.actors.state.item import Header, Kind, Lineage, Name
+from expertmesh.actors.state.item import Header, Lineage, Name
 from expertmesh.actors.state.keys import KEY_BYTES
 
 MAGIC = b"EMstate\n"
@@ -135,7 +135,7 @@ def decode(
         raise Damaged("version")
     if (segment, offset) != (place.segment, place.offset):
         raise Damaged("place")
-    if (key, kind) != name:
+    if key != name.key or kind != name.kind:
         raise Damaged("key")
     if made_for != layout:
         raise Damaged("layout")
@@ -145,15 +145,15 @@ def decode(
         raise Damaged("seal" if bool(sealed) != (seal is not None) else "length")
     if xxhash.xxh3_128_digest(body) != digest:
         raise Damaged("payload")
-    header = Header(key, Kind(kind), parent, position, (), LINEAGES[lineage], made_for)
     if seal is not None:
+        header = Header(key, name.kind, parent, position, (), LINEAGES[lineage], made_for)
         about = _sealed_about(header, codec.decode(), raw_bytes, place)
         plain = seal.open(nonce, body, about)
         if plain is None:
             raise Damaged("seal")
         body = memoryview(plain)
-    ids = struct.unpack_from(f"<{tokens}I", body)
-    header = Header(key, Kind(kind), parent, position, ids, LINEAGES[lineage], made_for)
+    ids = tuple(body[: 4 * tokens].cast("I"))
+    header = Header(key, name.kind, parent, position, ids, LINEAGES[lineage], made_for)
     return Record(header, codec.decode(), raw_bytes, body[begin : begin + payload])
 
 

@@ -85,10 +85,10 @@ class Space:
         return own > self.capacity // max(1, replicas) + self.segment
 
 
-def victim(writers: Sequence[Writer]) -> Victim | None:
+def victim(writers: Sequence[Writer], copying: bool = True) -> Victim | None:
     """The sealed segment to evict next: an empty one, else the one that was not used for longest
     among those that are cheap to copy on, else the one with the least to copy. None: all is pinned
-    or still being written."""
+    or still being written. copying: False for one with nothing to copy."""
     cheap: list[tuple[tuple[int, int], Victim]] = []
     dear: list[tuple[float, Victim]] = []
     for writer in writers:
@@ -97,6 +97,8 @@ def victim(writers: Sequence[Writer]) -> Victim | None:
         for number in writer.sealed_segments():
             held = writer.index.segments[number]
             share = held.pinned / max(held.end, 1)
+            if held.pinned and not copying:
+                continue
             if share <= CHEAP_COPY:
                 cheap.append(((held.used, number), Victim(writer, number)))
             elif share <= DEAREST_COPY:

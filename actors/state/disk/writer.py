@@ -241,6 +241,12 @@ class Writer:
         self._doomed.add(segment)
         self.commit()
 
+    def drop_unsaid(self, segment: int) -> None:
+        """Evicts without a word before: whoever looks for it finds a file missing, and a restart
+        counts its records as such. The word follows with the next commit."""
+        self.log(dropped(segment))
+        self.unlink(segment)
+
     def unlink(self, segment: int) -> None:
         self.index.drop(segment)
         with named(f"removing segment {segment:x}"):

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from expertmesh.actors.state.item import Kind
 from tests.actors.state.disk.damage import KINDS, Patient
 from tests.actors.state.disk.faults import OPERATIONS, Fault, survive
 from tests.actors.state.disk.simulated import Disk, SimulatedFiles
-from tests.actors.state.disk.workload import LAYOUT, ROOT, SEGMENT, header, open_log
+from tests.actors.state.disk.workload import LAYOUT, ROOT, SEGMENT, Workload, header, open_log
 
 WAIT_S = 30.0
 
@@ -95,6 +96,38 @@ def test_full_evicts_one_segment_then_refuses_for_a_while() -> None:
     fault.last = 0
     assert log.append(header(number), "raw", 5, [bytes(5000)])
     assert log.stats().read_only == "" and log.sync() == [header(number).name]
+
+
+class Small:
+    """A disk with so many bytes, less than the log's cap: others fill it."""
+
+    def __init__(self, disk: Disk, size: int) -> None:
+        self.disk, self.size = disk, size
+        self.refused = 0
+
+    def __call__(self, operation: str, path: Path) -> None:
+        used = sum(len(inode.data) for inode in self.disk.names.values())
+        room = SEGMENT if operation == "allocate" else 4096
+        if operation in ("allocate", "write", "create") and used + room > self.size:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "injected", str(path))
+
+
+@pytest.mark.parametrize("size", [4, 5, 6, 7])
+def test_a_disk_smaller_than_the_cap_goes_on_storing(size: int) -> None:
+    """Whichever write it is that finds no room, of records or of the manifest."""
+    workload, disk = Workload(size, pin_share=0.05), Disk()
+    small = Small(disk, size * SEGMENT + 2000 * size)
+    log = open_log(SimulatedFiles(disk, fail=small))
+    newest = []
+    for _ in range(600):
+        with suppress(DiskFailed):
+            workload.step(log)
+        pages = (name for name in workload.promised if name.kind is Kind.PAGE)
+        newest.append(max(pages, default=None))
+    assert small.refused > 3 and len(set(newest[-200:])) > 5
+    assert workload.verify(log, evicting=True) > 5
+    workload.verify(open_log(SimulatedFiles(disk.after_kill())), evicting=True)
 
 
 def test_a_sync_that_hangs_blocks_no_reader() -> None:

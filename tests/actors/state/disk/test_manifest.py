@@ -13,7 +13,7 @@ from expertmesh.actors.state.disk.manifest import (
     unpack_checkpoint,
 )
 from expertmesh.actors.state.disk.record import Place
-from expertmesh.actors.state.item import Kind
+from expertmesh.actors.state.item import Kind, Name
 
 SEGMENT = 1 << 32
 
@@ -21,7 +21,7 @@ SEGMENT = 1 << 32
 def put(number: int, segment: int = SEGMENT, pinned: bool = False) -> Entry:
     place = Place(segment, 4096 * number, 4000)
     key = number.to_bytes(32, "big")
-    return Entry(Op.PUT, Kind.PAGE, key, place, 9000, 64 * number, number, pinned)
+    return Entry(Op.PUT, Name(key, Kind.PAGE), place, 9000, 64 * number, number, pinned)
 
 
 ENTRIES = [put(1), put(2, pinned=True), put(1)._replace(op=Op.REMOVE), dropped(SEGMENT)]
