@@ -2,14 +2,22 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from expertmesh.actors.state.codec import planes, quantized
-from expertmesh.actors.state.codec.packed import BadPayload, Buffer, Packed, Part, Scheme
+from expertmesh.actors.state.codec.packed import (
+    BadPayload,
+    Blob,
+    Buffer,
+    Packed,
+    Part,
+    Scheme,
+    part_of,
+)
 from expertmesh.actors.state.item import Item, Kind
 from expertmesh.actors.state.settings import Codec
 
@@ -22,31 +30,35 @@ _SCHEMES: dict[Codec, Scheme] = {
     "int4": Scheme.INT4,
 }
 _WORDS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
-Blobs = tuple[bytes | memoryview, bytes]  # of one layer: its blob and its refinement
+
+
+class Layer(NamedTuple):
+    blob: Blob
+    refinement: bytes
 
 
 def pack(item: Item, codec: Codec) -> Packed:
     """The item's bytes, of which every layer can be had alone. Waits for `item.ready`.
 
     int8, int4: latents get a base in so many bits and a refinement to the exact bytes; everything
-    else is packed losslessly. raw shares the item's memory. What does not give back its bytes,
-    which is tried here, is kept raw.
+    else is packed losslessly. What does not give back its bytes, which is tried here, is kept raw.
     """
     if item.ready is not None:
         item.ready.synchronize()
-    parts, blobs, refinements = [], [], []
+    parts: list[Part] = []
+    layers: list[Layer] = []
     for tensor in item.parts:
         part = _part(item.header.kind, tensor, _SCHEMES[codec])
         packed = [_pack_layer(part, layer) for layer in _layers(tensor)]
         if not all(map(_proof(part), _layers(tensor), packed)):
             log.error("%s does not give back %s; kept raw", part.scheme.name, part)
-            part = replace(part, scheme=Scheme.RAW)
+            part = part_of(part.shape, part.dtype, Scheme.RAW)
             packed = [_pack_layer(part, layer) for layer in _layers(tensor)]
         parts.append(part)
-        blobs.append(tuple(memoryview(blob) for blob, _ in packed))
-        refinements.append(tuple(memoryview(more) for _, more in packed))
-    lossy = any(part.lossy for part in parts)
-    return Packed(tuple(parts), tuple(blobs), tuple(refinements) if lossy else ())
+        layers += packed
+    refined = any(part.lossy for part in parts)
+    blobs = [layer.blob for layer in layers]
+    return Packed.of(parts, blobs, [layer.refinement for layer in layers] if refined else ())
 
 
 def unpack_layer(packed: Packed, part: int, layer: int, out: Tensor) -> None:
@@ -58,8 +70,7 @@ def unpack_layer(packed: Packed, part: int, layer: int, out: Tensor) -> None:
     what = packed.parts[part]
     if out.shape != what.layer_shape or out.dtype != what.dtype:
         raise ValueError(f"{what.layer_shape} {what.dtype} into {tuple(out.shape)} {out.dtype}")
-    blob = packed.blobs[part][layer]
-    refinement = packed.refinements[part][layer] if packed.refinements else None
+    blob, refinement = packed.blob(part, layer), packed.refinement(part, layer)
     if what.lossy and refinement is None:
         out.copy_(quantized.decode(open_rows(what, blob), out.device))
     elif out.is_cpu and out.is_contiguous():
@@ -91,19 +102,19 @@ def open_rows(part: Part, blob: Buffer) -> quantized.Base:
 def _part(kind: Kind, tensor: Tensor, scheme: Scheme) -> Part:
     if scheme.lossy and not (kind is Kind.PAGE and tensor.dim() == 3):
         scheme = Scheme.LOSSLESS
-    return Part(tuple(tensor.shape), tensor.dtype, scheme)
+    return part_of(tuple(tensor.shape), tensor.dtype, scheme)
 
 
 def _layers(tensor: Tensor) -> list[Tensor]:
     return list(tensor) if tensor.dim() > 1 else [tensor]
 
 
-def _pack_layer(part: Part, layer: Tensor) -> Blobs:
+def _pack_layer(part: Part, layer: Tensor) -> Layer:
     if part.scheme is Scheme.RAW:
-        return _words(layer.contiguous()).view(np.uint8).data, b""
+        return Layer(_words(layer.contiguous()).view(np.uint8).data, b"")
     if part.scheme is Scheme.LOSSLESS:
-        return planes.encode(_words(layer.contiguous())), b""
-    return quantized.encode(layer.contiguous(), _bits(part.scheme))
+        return Layer(planes.encode(_words(layer.contiguous())), b"")
+    return Layer(*quantized.encode(layer.contiguous(), _bits(part.scheme)))
 
 
 def _unpack(part: Part, blob: Buffer, refinement: Buffer | None, out: Tensor) -> None:
@@ -120,15 +131,14 @@ def _unpack(part: Part, blob: Buffer, refinement: Buffer | None, out: Tensor) ->
         quantized.refine(base, refinement, out)
 
 
-def _proof(part: Part) -> Callable[[Tensor, Blobs], bool]:
+def _proof(part: Part) -> Callable[[Tensor, Layer], bool]:
     """Whether a layer can be had back, bit for bit."""
     if part.scheme is Scheme.RAW:
         return lambda layer, packed: True
     again = torch.empty(part.layer_shape, dtype=part.dtype)
 
-    def holds(layer: Tensor, packed: Blobs) -> bool:
-        blob, refinement = packed
-        _unpack(part, memoryview(blob), memoryview(refinement), again)
+    def holds(layer: Tensor, packed: Layer) -> bool:
+        _unpack(part, memoryview(packed.blob), memoryview(packed.refinement), again)
         return bool(np.array_equal(_words(layer.contiguous()), _words(again)))
 
     return holds

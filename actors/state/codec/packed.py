@@ -1,9 +1,8 @@
-"""A packed item: one blob per layer and part, in memory as on disk (kv-state 3.5).
+"""A packed item: one run of bytes, the same in memory as on disk (kv-state 3.5).
 
-Bytes of an item: magic, version, counts; per part its scheme, dtype and shape; the length of every
-blob; from a multiple of ALIGN on all blobs in order (part by part, layer by layer), then all
-refinements. What an exact codec needs beyond its base is thus a suffix, and dropping it leaves a
-valid item.
+Magic, version, counts; per part its scheme, dtype and shape; where every blob begins, and where the
+last ends; from a multiple of ALIGN on one blob per part and layer, then all refinements. What an
+exact codec needs beyond its base is thus a suffix.
 """
 
 import math
@@ -11,17 +10,19 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 
 from expertmesh.actors.state.settings import Codec
 
 Buffer = memoryview
+Blob = bytes | memoryview
 
 _HEAD = struct.Struct("<4sBBH")
 _PART = struct.Struct("<BBH")
+_PLACE = struct.Struct("<2Q")
 _MAGIC, _VERSION = b"EMPK", 1
 _DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 _MOST_AXES = 4
@@ -79,16 +80,55 @@ class Part:
         return self.scheme.lossy
 
 
+@lru_cache(maxsize=256)
+def part_of(shape: tuple[int, ...], dtype: torch.dtype, scheme: Scheme) -> Part:
+    """One object for all items alike: there are many of them."""
+    return Part(shape, dtype, scheme)
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """parts[i] describes blobs[i][layer]; refinements[i][layer] is empty where the blob says all.
-
-    refinements is () when they were left behind (`base`) and something lacks them.
-    """
+    """data: the whole item. table: where in it the blobs' places stand. refined: whether lossy
+    parts have their refinements."""
 
     parts: tuple[Part, ...]
-    blobs: tuple[tuple[Buffer, ...], ...]
-    refinements: tuple[tuple[Buffer, ...], ...]
+    data: bytearray | Buffer
+    table: int
+    refined: bool
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Part], blobs: Sequence[Blob], refinements: Sequence[Blob]
+    ) -> "Packed":
+        """Blobs of all parts and layers, in order; refinements: as many, or none."""
+        head = [_HEAD.pack(_MAGIC, _VERSION, len(parts), 2 if refinements else 1)]
+        for part in parts:
+            head.append(_PART.pack(part.scheme, _DTYPES.index(part.dtype), len(part.shape)))
+            head.append(struct.pack(f"<{len(part.shape)}Q", *part.shape))
+        table = sum(map(len, head))
+        pieces = [*blobs, *refinements]
+        begin = _aligned(table + 8 * (len(pieces) + 1))
+        places = list(accumulate(map(len, pieces), initial=begin))
+        head.append(struct.pack(f"<{len(places)}Q", *places))
+        pad = bytes(begin - table - 8 * len(places))
+        data = bytearray().join([*head, pad, *pieces])
+        return cls(tuple(parts), data, table, bool(refinements))
+
+    @classmethod
+    def parse(
+        cls, payload: Buffer | bytes, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]] = ()
+    ) -> "Packed":
+        """What was packed, as a view of `payload`, which it keeps alive.
+
+        wanted: shape and dtype of its parts (StateLayout.parts), not checked when empty. Raises
+        BadPayload for bytes that are no item, are cut short or too long, or hold other parts.
+        Whether the blobs themselves are right is for a checksum to say.
+        """
+        packed = _parse(memoryview(payload).cast("B"))
+        found = [(part.shape, part.dtype) for part in packed.parts]
+        if wanted and found != list(wanted):
+            raise BadPayload(f"payload holds {found} instead of {list(wanted)}")
+        return packed
 
     @property
     def codec(self) -> Codec:
@@ -98,17 +138,24 @@ class Packed:
     @property
     def exact(self) -> bool:
         """Whether it gives back the bytes that were packed."""
-        return bool(self.refinements) or not any(part.lossy for part in self.parts)
+        return self.refined or not any(part.lossy for part in self.parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `buffers`, and of memory but for the objects."""
-        return len(self._directory()) + sum(map(len, self._all_blobs()))
+        """Bytes of `data`: on disk, and in memory but for one small object."""
+        return len(self.data)
 
     @property
     def raw_bytes(self) -> int:
         """Bytes before packing."""
         return sum(part.layers * part.layer_bytes for part in self.parts)
+
+    def blob(self, part: int, layer: int) -> Buffer:
+        return self._piece(self._index(part, layer))
+
+    def refinement(self, part: int, layer: int) -> Buffer | None:
+        """Empty for layers whose blob says all; None where it was left behind."""
+        return self._piece(self._count + self._index(part, layer)) if self.refined else None
 
     def base(self) -> "Packed":
         """What is left without refinements: an estimate where the codec is lossy, else itself.
@@ -117,42 +164,24 @@ class Packed:
         """
         if not any(part.lossy for part in self.parts):
             return self
-        blobs = tuple(tuple(memoryview(bytes(b)) for b in blobs) for blobs in self.blobs)
-        return Packed(self.parts, blobs, ())
+        return Packed.of(self.parts, [self._piece(at) for at in range(self._count)], ())
 
     def buffers(self) -> list[Buffer]:
         """What `parse` reads, as pieces to be written one after the other."""
-        return [memoryview(self._directory()), *self._all_blobs()]
+        return [memoryview(self.data)]
 
-    @classmethod
-    def parse(
-        cls, payload: Buffer | bytes, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]] = ()
-    ) -> "Packed":
-        """What was packed, as views of `payload`, which they keep alive.
+    @property
+    def _count(self) -> int:
+        return sum(part.layers for part in self.parts)
 
-        wanted: shape and dtype of its parts (StateLayout.parts), not checked when empty. Raises
-        BadPayload for bytes that are no payload, are cut short or too long, or hold other parts.
-        Whether the blobs themselves are right is for a checksum to say.
-        """
-        packed = _parse(memoryview(payload).cast("B"))
-        found = [(part.shape, part.dtype) for part in packed.parts]
-        if wanted and found != list(wanted):
-            raise BadPayload(f"payload holds {found} instead of {list(wanted)}")
-        return packed
+    def _index(self, part: int, layer: int) -> int:
+        if not 0 <= layer < self.parts[part].layers:
+            raise IndexError(f"layer {layer} of {self.parts[part]}")
+        return sum(before.layers for before in self.parts[:part]) + layer
 
-    def _all_blobs(self) -> list[Buffer]:
-        return [*chain.from_iterable(self.blobs), *chain.from_iterable(self.refinements)]
-
-    def _directory(self) -> bytes:
-        sections = 2 if self.refinements else 1
-        out = [_HEAD.pack(_MAGIC, _VERSION, len(self.parts), sections)]
-        for part in self.parts:
-            out.append(_PART.pack(part.scheme, _DTYPES.index(part.dtype), len(part.shape)))
-            out.append(struct.pack(f"<{len(part.shape)}Q", *part.shape))
-        lengths = [len(blob) for blob in self._all_blobs()]
-        out.append(struct.pack(f"<{len(lengths)}Q", *lengths))
-        directory = b"".join(out)
-        return directory.ljust(_aligned(len(directory)), b"\0")
+    def _piece(self, index: int) -> Buffer:
+        begin, end = _PLACE.unpack_from(self.data, self.table + 8 * index)
+        return memoryview(self.data)[begin:end]
 
 
 def _parse(view: Buffer) -> Packed:
@@ -160,25 +189,21 @@ def _parse(view: Buffer) -> Packed:
         magic, version, count, sections = _HEAD.unpack_from(view)
         if (magic, version) != (_MAGIC, _VERSION) or sections not in (1, 2):
             raise BadPayload(f"payload starts with {bytes(view[:8])!r}")
-        at, parts = _HEAD.size, []
+        table, parts = _HEAD.size, []
         for _ in range(count):
-            part, at = _read_part(view, at)
+            part, table = _read_part(view, table)
             parts.append(part)
-        blobs = sum(part.layers for part in parts)
-        if blobs * sections > len(view):
-            raise BadPayload(f"{blobs} blobs in {len(view)} bytes")
-        lengths = struct.unpack_from(f"<{blobs * sections}Q", view, at)
-        at = _aligned(at + 8 * len(lengths))
+        pieces = sections * sum(part.layers for part in parts)
+        if pieces > len(view):
+            raise BadPayload(f"{pieces} blobs in {len(view)} bytes")
+        places = struct.unpack_from(f"<{pieces + 1}Q", view, table)
     except struct.error as error:
         raise BadPayload(f"payload of {len(view)} bytes is cut short") from error
-    if at + sum(lengths) != len(view):
-        raise BadPayload(f"payload of {len(view)} bytes should have {at + sum(lengths)}")
-    pieces = []
-    for length in lengths:
-        pieces.append(view[at : at + length])
-        at += length
-    refinements = _grouped(parts, pieces[blobs:]) if sections == 2 else ()
-    return Packed(tuple(parts), _grouped(parts, pieces[:blobs]), refinements)
+    if places[-1] != len(view) or places[0] != _aligned(table + 8 * len(places)):
+        raise BadPayload(f"blobs at {places[0]} to {places[-1]} of {len(view)} bytes")
+    if any(begin > end for begin, end in pairwise(places)):
+        raise BadPayload("a blob ends before it begins")
+    return Packed(tuple(parts), view, table, sections == 2)
 
 
 def _read_part(view: Buffer, at: int) -> tuple[Part, int]:
@@ -186,13 +211,8 @@ def _read_part(view: Buffer, at: int) -> tuple[Part, int]:
     if not 1 <= axes <= _MOST_AXES or dtype >= len(_DTYPES) or scheme > max(Scheme):
         raise BadPayload(f"part with scheme {scheme}, dtype {dtype}, {axes} axes")
     shape = struct.unpack_from(f"<{axes}Q", view, at + _PART.size)
-    return Part(shape, _DTYPES[dtype], Scheme(scheme)), at + _PART.size + 8 * axes
+    return part_of(shape, _DTYPES[dtype], Scheme(scheme)), at + _PART.size + 8 * axes
 
 
 def _aligned(length: int) -> int:
     return -(-length // ALIGN) * ALIGN
-
-
-def _grouped(parts: Sequence[Part], pieces: list[Buffer]) -> tuple[tuple[Buffer, ...], ...]:
-    left = iter(pieces)
-    return tuple(tuple(next(left) for _ in range(part.layers)) for part in parts)

@@ -52,6 +52,12 @@ class Base(NamedTuple):
 
 def encode(rows: Tensor, bits: int) -> tuple[bytes, bytes]:
     """rows [n, W] of bf16, fp16 or fp32 on the host -> (base, refinement)."""
+    base, estimate = encode_base(rows, bits)
+    return base, _refinement(rows, torch.from_numpy(estimate).to(rows.dtype))
+
+
+def encode_base(rows: Tensor, bits: int) -> tuple[bytes, Floats]:
+    """The base alone, and the estimate fp32 [n, W] that it gives."""
     width = rows.shape[1]
     values = rows.float().numpy()
     usable = np.abs(values).max(axis=1, keepdims=True) < _HUGE  # False for NaN
@@ -72,7 +78,7 @@ def encode(rows: Tensor, bits: int) -> tuple[bytes, bytes]:
     errors = _up(distance.astype(np.float32) * np.float32(1 + 2.0**-16))
     packed = codes if bits == 8 else _pairs(codes)
     base = b"".join([packed.tobytes(), _words(scales).tobytes(), _words(errors).tobytes()])
-    return base, _refinement(rows, torch.from_numpy(estimate).to(rows.dtype))
+    return base, estimate
 
 
 def open_base(blob: Buffer, rows: int, width: int, bits: int) -> Base:

@@ -96,6 +96,9 @@ def test_a_layer_goes_where_it_is_wanted() -> None:
     strided = torch.full((64, 80), torch.nan)[:, ::2]
     unpack_layer(packed, 0, 1, strided)
     assert same(strided, latents[1])
+    for layer in (-1, 2):
+        with pytest.raises(IndexError):
+            unpack_layer(packed, 0, layer, strided)
     with pytest.raises(ValueError, match="into"):
         unpack_layer(packed, 0, 1, torch.empty(64, 41))
     with pytest.raises(ValueError, match="into"):
@@ -169,8 +172,8 @@ def test_a_base_is_told_from_the_exact_item_by_its_bytes(codec: Codec) -> None:
     packed = pack(item(Kind.PAGE, page(torch.bfloat16)), codec)
     exact, base = (b"".join(p.buffers()) for p in (packed, packed.base()))
     assert len(base) < len(exact) and not exact.startswith(base)
-    codes = open_rows(packed.parts[0], packed.blobs[0][0])
+    codes = open_rows(packed.parts[0], packed.blob(0, 0))
     assert codes.codes.shape == (64, 40) and codes.codes.dtype == torch.int8
     assert codes.scales.shape == (64, 2) and codes.errors.shape == (64,)
     with pytest.raises(BadPayload):
-        open_rows(packed.parts[0], packed.blobs[0][0][:-1])
+        open_rows(packed.parts[0], packed.blob(0, 0)[:-1])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from expertmesh.actors.state.codec.pack import pack
 from expertmesh.actors.state.item import Item, Kind
 from expertmesh.actors.state.tiers import packer
 from expertmesh.actors.state.tiers.content import Stored
@@ -117,7 +118,9 @@ def test_bytes_that_something_wrote_into_are_a_miss(open_store: Open) -> None:
     items = pages("a", 3)
     assert put(store, items)
     until(lambda: not store.stats().host.queued)
-    items[1].parts[0][1, 5, 3] += 1  # raw shares the item's memory, which nobody may write to
+    packed = store._host.entries[items[1].header.name].content.packed
+    assert packed is not None
+    packed.data[-99] ^= 1
     fetch = finished(store.fetch(names(items), 20.0))
     assert fetch.items is None and fetch.reason == "corrupt"
     stats = store.stats().host
