@@ -22,6 +22,7 @@ NAMES = (
     "state_economy",
     "state_codecs",
     "state_crash",
+    "state_sessions",
 )
 
 
