@@ -22,8 +22,8 @@ from expertmesh.actors.state.disk.space import Space, Victim, segment_size, vict
 from expertmesh.actors.state.item import Header, Kind, Name
 from expertmesh.actors.state.stats import TierStats
 
-# After the file system was full, below the cap, and eviction did not help: nothing is tried for
-# so long, and then once, without eviction.
+# After the file system was full, below the cap, and one eviction did not help: nothing is tried
+# for so long. Whoever else fills the disk then costs us a segment per pause and not all at once.
 FULL_PAUSE_S = 30.0
 
 
@@ -105,8 +105,7 @@ class DiskLog:
             return False
         if self._clock() < self._full_until:
             raise DiskFull(f"no room was left a moment ago, under {self._library.root}")
-        probing = bool(self._full_until)
-        for last in (probing, True):
+        for last in (False, True):
             try:
                 self._write(header, codec, raw_bytes, payload, pinned, spare=False)
                 break

@@ -91,7 +91,7 @@ def test_full_evicts_one_segment_then_refuses_for_a_while() -> None:
     now[0] += FULL_PAUSE_S
     with pytest.raises(DiskFull):
         log.append(header(number), "raw", 5, [bytes(5000)])
-    assert fault.injected == tried + 1 and len(log.names(Kind.PAGE)) == kept
+    assert fault.injected == tried + 2 and 0 < len(log.names(Kind.PAGE)) < kept
     now[0] += FULL_PAUSE_S
     fault.last = 0
     assert log.append(header(number), "raw", 5, [bytes(5000)])
