@@ -248,15 +248,19 @@ class StateCache:
 
     def saves(self, seq: Owner, begin: int, end: int) -> tuple[tuple[int, int], ...]:
         """(position, place) of the snapshots that a prompt piece begin..end is to leave."""
-        prefix = seq.prefix
-        while prefix.wanted and prefix.wanted[0] <= end:
-            position = prefix.wanted.pop(0)
-            key = prefix.key(position // PAGE_TOKENS - 1, seq.tokens)
-            if position <= begin or self.lookup.tier(Name(key, Kind.SNAPSHOT)) is not None:
-                continue
-            place = self.device.take_place()
-            if place is not None:
-                prefix.saving.append((position, place))
+        prefix, step = seq.prefix, self.settings.ladder_tokens
+        due = [at for at in prefix.wanted if at <= end]
+        del prefix.wanted[: len(due)]
+        rungs = [at for at in due if self._is_rung(seq, at)]
+        idle = set(rungs).difference(thin([*prefix.rungs, *rungs], end, step))
+        # Rungs last: while all places are being written there is none for what comes after.
+        for at in sorted(due, key=lambda at: (at in rungs, -at)):
+            name = Name(prefix.key(at // PAGE_TOKENS - 1, seq.tokens), Kind.SNAPSHOT)
+            if at > begin and at not in idle and self.lookup.tier(name) is None:
+                place = self.device.take_place(rung=at in rungs)
+                if place is not None:
+                    prefix.saving.append((at, place))
+        prefix.saving.sort()
         return tuple(prefix.saving)
 
     def _free_places(self, prefix: Prefix) -> None:

@@ -87,8 +87,9 @@ class DeviceState:
         self.tree.put_snapshot(node, place, rung)
         return node
 
-    def take_place(self) -> int | None:
-        """Room for a snapshot; the one of least use makes way. None when all are being written.
+    def take_place(self, rung: bool = False) -> int | None:
+        """Room for a snapshot; the one of least use makes way. None when all are being written, or
+        when a rung of a ladder would drive out what is likelier to be of use.
 
         A sequence that starts from that one in this very step has copied it before it changes.
         """
@@ -96,7 +97,7 @@ class DeviceState:
             return None
         if not self._places.free:
             least = self.tree.least_snapshot()
-            if least is None:
+            if least is None or (rung and self.tree.order.likely(least.snapshot)):
                 return None
             self.forget_snapshot(least)
         return self._places.take(0, 1)[0]

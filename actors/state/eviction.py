@@ -47,6 +47,10 @@ class SnapshotOrder(Generic[NameT]):
     def gone(self, name: NameT) -> None:
         del self._used[name], self._factor[name], self._begun[name]
 
+    def likely(self, name: NameT) -> bool:
+        """Whether it is neither superseded nor an unused rung."""
+        return self._factor[name] == 1
+
     def victim(self) -> NameT | None:
         """The one of least use. O(names): there are a few dozen."""
         now, factor = self._now, self._factor

@@ -12,6 +12,9 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
+from expertmesh.actors.state.eviction import SnapshotOrder
+from expertmesh.actors.state.prefix import thin
+
 Chain = Sequence[int]  # names of a prompt's whole pages; a name stands for the whole prefix
 
 
@@ -61,13 +64,13 @@ class Policy:
     def save(self, request: Request, at: int) -> None:
         name = request.chain[at - 1]
         if name in self.kept:
-            return self.used(name)
+            self.used(name)
+            return
         if len(self.kept) >= self.budget:
             del self.kept[self.victim()]
         self.kept[name] = at
         self.made += 1
         self.most = max(self.most, len(self.kept))
-        return None
 
     def victim(self) -> int:
         return next(iter(self.kept))
@@ -78,6 +81,52 @@ class Dense(Policy):
 
     def wanted(self, request: Request, hit: int) -> list[int]:
         return list(range(hit + 1, request.usable + 1))
+
+
+class Ours(Policy):
+    """What the engine does: junctions, prompt boundaries and a thinned ladder, in SnapshotOrder."""
+
+    def __init__(self, budget: int, ladder_pages: int = 64) -> None:
+        super().__init__(budget)
+        self.step = ladder_pages
+        self.order = SnapshotOrder[int]()
+
+    def serve(self, request: Request) -> int:
+        end = request.usable
+        hit = self.hit(request)
+        if hit:
+            self.order.used(request.chain[hit - 1], deeper=hit < end)
+        self.order.tick()
+        junction = max(hit, min(request.known, end))
+        places = {junction, end, *range(self.step, end + 1, self.step)}
+        rungs: list[int] = []
+        for at in sorted(place for place in places if hit < place):
+            if request.chain[at - 1] in self.kept:
+                continue
+            rung = at % self.step == 0 and at not in (end, junction)
+            full = len(self.kept) >= self.budget
+            least = self.order.victim()
+            if rung and full and least is not None and self.order.likely(least):
+                continue
+            self.save(request, at)
+            self.order.made(request.chain[at - 1], rung=rung)
+            if rung:
+                rungs.append(at)
+                stay = thin(rungs, at, self.step)
+                for gone in set(rungs).difference(stay):
+                    if self.kept.pop(request.chain[gone - 1], None) is not None:
+                        self.order.gone(request.chain[gone - 1])
+                rungs = stay
+        return hit
+
+    def used(self, name: int) -> None:
+        pass
+
+    def victim(self) -> int:
+        name = self.order.victim()
+        assert name is not None
+        self.order.gone(name)
+        return name
 
 
 class TinyLfu(Policy):

@@ -42,12 +42,12 @@ def test_a_superseded_one_outlives_what_is_far_older() -> None:
         one.tick()
     one.made("turn")
     one.used("turn", deeper=True)
-    assert one.victim() == "old"
+    assert one.victim() == "old" and one.likely("old") and not one.likely("turn")
 
 
 def test_rungs_age_fastest_until_one_is_used() -> None:
     one = order("old", "rung", rungs="rung")
     one.tick()
-    assert one.victim() == "rung" and RUNG > SUPERSEDED
+    assert one.victim() == "rung" and RUNG > SUPERSEDED and not one.likely("rung")
     one.used("rung", deeper=False)
     assert one.victim() == "old"
