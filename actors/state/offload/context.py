@@ -282,6 +282,11 @@ class OffloadedContext:
         return sum(page.nbytes for recent in self._recent for page in recent.values())
 
     @property
+    def scratch_bytes(self) -> int:
+        """On the device: rows gathered for a layer, of all sequences together."""
+        return self._shared.scratch.nbytes
+
+    @property
     def host_bytes(self) -> int:
         bases = sum(one.nbytes for one in self._indexes if isinstance(one, BaseRows))
         return bases + sum(source.nbytes for source in self._cold)
