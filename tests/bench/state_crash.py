@@ -83,8 +83,9 @@ class Verdict:
 def _cuts(verdict: Verdict, points: int, seed: int) -> dict[str, int]:
     done = {"points": 0, "items_read": 0, "evictions": 0, "runs": 0}
     while done["points"] < points:
-        crashes = Crashes(seed + done["runs"], evicting=done["runs"] % 2 == 1)
-        verdict.of(partial(crashes.run, steps=100))
+        run = done["runs"]
+        crashes = Crashes(seed + run, evicting=run % 2 == 1, replicas=1 + (run % 4 > 1))
+        verdict.of(partial(crashes.run, steps=100 // len(crashes.workloads)))
         done["points"] += crashes.points
         done["items_read"] += crashes.items
         done["evictions"] += crashes.evictions

@@ -7,48 +7,56 @@ from pathlib import Path
 from tests.actors.state.disk.simulated import Disk, SimulatedFiles
 from tests.actors.state.disk.workload import Workload, open_log
 
+Tap = Callable[[str], None]
+APART = 1 << 20
+
 
 class Crashes:
     """points: states of the disk that were opened and read, half of them after a kill and half
     after a power failure. items: those read back, all of them right. evictions: items evicted by
-    the log that was cut off.
+    the logs that were cut off.
 
-    files: of the log that is cut off; the one that recovers has an honest disk.
+    replicas: how many write, all cut off at once; the one that recovers reads what all have left.
+    files: of those that are cut off; the one that recovers has an honest disk.
     """
 
     def __init__(
         self,
         seed: int,
         evicting: bool,
-        files: Callable[[Disk, Callable[[str], None]], SimulatedFiles] = SimulatedFiles,
+        replicas: int = 1,
+        files: Callable[[Disk, Tap], SimulatedFiles] = SimulatedFiles,
     ) -> None:
         self.points = self.items = self.evictions = 0
-        self.workload = Workload(seed)
+        self.workloads = [Workload(seed + i, first=APART * i) for i in range(replicas)]
         self._disk, self._rng = Disk(), random.Random(seed)
-        self._evicting, self._segments = evicting, 6 if evicting else 64
+        self._evicting, self._segments = evicting, 6 * replicas if evicting else 64
         self._files = files
 
     def run(self, steps: int) -> None:
         """Raises Corrupt or Lost with the operation that was the last."""
-        log = open_log(self._files(self._disk, self._after), segments=self._segments)
+        locks: set[Path] = set()
+        logs = []
+        for _ in self.workloads:
+            files = self._files(self._disk, self._after)
+            files.locks = locks
+            logs.append(open_log(files, segments=self._segments))
         for _ in range(steps):
-            self.workload.step(log)
-        log.close()
-        self.evictions = log.stats().evictions
+            for workload, log in zip(self.workloads, logs, strict=True):
+                workload.step(log)
+                if len(logs) > 1 and self._rng.random() < 0.2:
+                    log.refresh()
+        for log in logs:
+            log.close()
+            self.evictions += log.stats().evictions
 
     def _after(self, operation: str) -> None:
         for disk in (self._disk.after_power_failure(self._rng), self._disk.after_kill()):
             self.points += 1
             try:
                 log = open_log(SimulatedFiles(disk), segments=self._segments)
-                self.items += self.workload.verify(log, self._evicting)
+                for workload in self.workloads:
+                    self.items += workload.verify(log, self._evicting)
             except AssertionError as error:
                 error.add_note(f"cut off after {operation}, point {self.points}")
                 raise
-
-
-def damaged_copy(disk: Disk, path: Path, data: bytes) -> Disk:
-    """The disk with other bytes in one file."""
-    copy = disk.after_kill()
-    copy.names[path].data[:] = data
-    return copy

@@ -93,17 +93,17 @@ def _resize(data: bytearray, size: int) -> None:
 
 class SimulatedFiles(Files):
     """Of one process. after: called after each operation that changes the disk, with its name.
-    fail: called before each operation with its name and path; raises what shall go wrong."""
+    fail: called before each operation with its name and path; raises what shall go wrong. locks:
+    those held, of all processes that are given the same set."""
 
     def __init__(
         self,
         disk: Disk,
         after: Callable[[str], None] = lambda operation: None,
         fail: Callable[[str, Path], None] = lambda operation, path: None,
-        locks: set[Path] | None = None,
     ) -> None:
         self.disk, self.after, self.fail = disk, after, fail
-        self._locks = set() if locks is None else locks
+        self.locks: set[Path] = set()
         self._open: dict[int, tuple[Path, Inode]] = {}
         self._held: dict[int, Path] = {}
         self._next = 3
@@ -144,15 +144,15 @@ class SimulatedFiles(Files):
 
     def close(self, fd: int) -> None:
         if fd in self._held:
-            self._locks.discard(self._held.pop(fd))
+            self.locks.discard(self._held.pop(fd))
         else:
             del self._open[fd]
 
     def lock(self, path: Path) -> int | None:
         self.fail("lock", path)
-        if path in self._locks:
+        if path in self.locks:
             return None
-        self._locks.add(path)
+        self.locks.add(path)
         self._next += 1
         self._held[self._next] = path
         return self._next

@@ -25,6 +25,13 @@ def test_cut_off_at_every_operation(seed: int, evicting: bool) -> None:
     assert crashes.evictions > 0 or not evicting
 
 
+@pytest.mark.parametrize("evicting", [False, True])
+def test_replicas_that_are_cut_off_together(evicting: bool) -> None:
+    crashes = Crashes(0, evicting, replicas=2)
+    crashes.run(steps=40)
+    assert crashes.points > 100 and (crashes.evictions > 0 or not evicting)
+
+
 def test_cut_off_again_while_it_recovers() -> None:
     workload, disk, rng = Workload(5), Disk(), random.Random(5)
     log = open_log(SimulatedFiles(disk))

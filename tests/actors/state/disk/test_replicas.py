@@ -21,7 +21,9 @@ class Node:
         self._segments = segments
 
     def start(self) -> DiskLog:
-        return open_log(SimulatedFiles(self.disk, locks=self.locks), segments=self._segments)
+        files = SimulatedFiles(self.disk)
+        files.locks = self.locks
+        return open_log(files, segments=self._segments)
 
     def kill(self, log: DiskLog) -> None:
         """Ends a process: the kernel lets its locks go."""

@@ -72,9 +72,10 @@ def check_record(log: DiskLog, name: Name) -> int | None:
 class Workload:
     """promised: position of what the log has acknowledged and must have; pinned: the part of it
     that eviction must not take. told: everything that was ever appended. tell: called before each
-    promise is taken back or asked for, and after it was given."""
+    promise is taken back or asked for, and after it was given. first: the lowest number that its
+    items have."""
 
-    def __init__(self, seed: int, pin_share: float = 0.3) -> None:
+    def __init__(self, seed: int, pin_share: float = 0.3, first: int = 0) -> None:
         self.rng = random.Random(seed)
         self.promised: dict[Name, int] = {}
         self.pinned: set[Name] = set()
@@ -83,7 +84,7 @@ class Workload:
         self.refused = 0
         self.tell: Callable[[], None] | None = None
         self._pin_share = pin_share
-        self._number = 0
+        self._first = self._number = first
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "tell": None}
@@ -110,7 +111,7 @@ class Workload:
     def _append(self, log: DiskLog) -> None:
         kind = self.rng.choice((Kind.PAGE, Kind.PAGE, Kind.SNAPSHOT, Kind.SESSION))
         if kind is Kind.SESSION:
-            item = header(self.rng.randrange(4), kind, self.rng.randrange(1 << 30))
+            item = header(self._first + self.rng.randrange(4), kind, self.rng.randrange(1 << 30))
         else:
             self._number += self.rng.random() < 0.9
             item = header(self._number, kind)
