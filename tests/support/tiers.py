@@ -123,6 +123,7 @@ class FakeDisk:
     writes: int = 0  # calls that write, begun
     syncs: int = 0
     refreshes: int = 0
+    refusals: int = 0
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -144,6 +145,7 @@ class FakeDisk:
     ) -> bool:
         self._write()
         if self.full:
+            self.refusals += 1
             raise DiskFull("no room")
         if pinned:
             self.pinned.add(header.name)
@@ -197,7 +199,9 @@ class FakeDisk:
         return {n: r.header.position for n, r in self.records.items() if n.kind is kind}
 
     def stats(self) -> TierStats:
-        return TierStats(items=len(self.records))
+        failures = {"full": self.refusals} if self.refusals else {}
+        read_only = "full" if self.full else ""
+        return TierStats(items=len(self.records), failures=failures, read_only=read_only)
 
     def close(self) -> None:
         self.closed = True

@@ -16,7 +16,7 @@ from expertmesh.actors.state.tiers.host import HostTier
 from expertmesh.actors.state.tiers.turns import Turns
 
 _IDLE_S = 1.0  # the longest that a reader sleeps without looking
-_STAGING = 64 << 20  # bytes that reads from the disk may take where the host tier is smaller
+STAGING_BYTES = 64 << 20  # bytes that reads from the disk may take where the host tier is smaller
 _BATCH, _BATCH_BYTES = 32, 8 << 20  # host items verified between two looks at whose turn it is
 
 
@@ -215,7 +215,7 @@ class Loads:
         fetch.probing = True
         fetch.reserved = sum(self._layout.nbytes(load.name.kind) for load in loads)
         self._reserved += fetch.reserved
-        if fetch.reserved < self._reserved > max(self._host.capacity, _STAGING):
+        if fetch.reserved < self._reserved > max(self._host.capacity, STAGING_BYTES):
             return "busy"
         return ""
 

@@ -19,6 +19,7 @@ from expertmesh.actors.state.tiers.orders import Order, Verb, carry_out
 _IDLE_S = 1.0
 _GROUP, _GROUP_BYTES = 64, 32 << 20  # of one sync
 _WRITE_BURST_S = 10.0  # of the write limit
+_MOST_LOST = 4096  # names; a flush only tells that there are some
 
 
 class ColdWriter:
@@ -55,7 +56,8 @@ class ColdWriter:
         self._owed: dict[Name, int] = {}
         self._tickets = count(1)
         self._flushes: list[tuple[StoreFetch, dict[Name, int]]] = []
-        self._lost = ""  # why something owed was not written, until a flush has told
+        # Why what was owed is not written, until a flush has told or it is written after all.
+        self._lost: dict[Name, str] = {}
         self._began: float | None = None  # when the group was that is being written
         self._under_way = 0  # orders in it
         self._late = self._full = self._closing = False
@@ -102,8 +104,9 @@ class ColdWriter:
         """The item is owed from now on; `write` follows when it is packed. False: it cannot be."""
         if self.read_only or self._closing:
             self.refused += 1
-            self._lose(self.read_only or "closed")
+            self._lose(name, self.read_only or "closed")
             return False
+        self._lost.pop(name, None)
         self._owed[name] = next(self._tickets)
         return True
 
@@ -160,15 +163,15 @@ class ColdWriter:
                 if broken or not left:
                     self._end(fetch, broken)
         if untold and broken:
-            self._lose(broken)
+            self._lose(name, broken)
         self._flushes = [pair for pair in self._flushes if not pair[0].ended]
         self._settled(name, reason)
 
     def flush(self, fetch: StoreFetch) -> None:
         """Ends `fetch` when everything owed now is on the disk, or something will not be."""
-        lost, self._lost = self._lost, ""
+        lost, self._lost = self._lost, {}
         if lost or not self._owed:
-            self._end(fetch, lost)
+            self._end(fetch, next(iter(lost.values()), ""))
         else:
             self._flushes.append((fetch, dict(self._owed)))
 
@@ -275,8 +278,9 @@ class ColdWriter:
                 for name in order.names:
                     self.settle(name, reason)
 
-    def _lose(self, reason: str) -> None:
-        self._lost = self._lost or reason
+    def _lose(self, name: Name, reason: str) -> None:
+        if len(self._lost) < _MOST_LOST:
+            self._lost[name] = reason
 
     def _tell(self, order: Order) -> None:
         if order.names and not self.down:

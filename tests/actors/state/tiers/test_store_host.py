@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from expertmesh.actors.state.codec.pack import pack
 from expertmesh.actors.state.item import Item, Kind
 from expertmesh.actors.state.tiers import packer
 from expertmesh.actors.state.tiers.content import Stored
