@@ -29,13 +29,12 @@ from expertmesh.actors.state.codec.rotation import (
     blocks,
     hadamard,
     hadamard_on,
-    norms,
-    rotate,
     signs,
 )
 
 # Rows beyond are zeros to the base: their sums or steps would leave the range of floats.
 _TINY, _HUGE = np.float32(2.0**-100), np.float32(2.0**100)
+_SLACK = np.float32(1 + 2.0**-12)  # more than rounding takes from a sum or a quotient
 
 
 class Base(NamedTuple):
@@ -58,27 +57,39 @@ def encode(rows: Tensor, bits: int) -> tuple[bytes, bytes]:
 
 def encode_base(rows: Tensor, bits: int) -> tuple[bytes, Floats]:
     """The base alone, and the estimate fp32 [n, W] that it gives."""
-    width = rows.shape[1]
     values = rows.float().numpy()
-    usable = np.abs(values).max(axis=1, keepdims=True) < _HUGE  # False for NaN
-    values = np.where(usable, values, np.float32(0))
-    rotated = rotate(values)
-    starts = np.cumsum((0, *blocks(width)[:-1]))
-    half = 1 << (bits - 1)
-    peaks = np.maximum.reduceat(np.abs(rotated), starts, axis=1)
-    # A step that the peak fills exactly may, rounded, leave it outside: one part in 2^16 more.
-    scales = _up(peaks * np.float32(1 + 2.0**-16) / (2 * half * norms(width)[starts]))
-    scales[peaks < _TINY] = 0
-    steps = np.repeat(scales.float().numpy(), blocks(width), axis=1) * (2 * norms(width))
-    codes = np.floor(np.divide(rotated, steps, out=np.zeros_like(rotated), where=steps > 0))
-    codes = np.clip(codes, -half, half - 1).astype(np.int8)
+    peaks = np.maximum(values.max(axis=1), -values.min(axis=1))
+    usable = peaks < _HUGE  # False for NaN
+    if not usable.all():
+        values = np.where(usable[:, None], values, np.float32(0))
+    codes, scales = _codes(hadamard(values * signs(rows.shape[1])), bits)
     estimate = _estimate(codes, scales)
-    distance = np.sqrt(np.square((values - estimate).astype(np.float64)).sum(axis=1))
-    distance[~usable[:, 0]] = np.inf
-    errors = _up(distance.astype(np.float32) * np.float32(1 + 2.0**-16))
+    wrong = values - estimate
+    distance = np.sqrt(np.einsum("nw,nw->n", wrong, wrong)) * _SLACK
+    distance[~usable] = np.inf
     packed = codes if bits == 8 else _pairs(codes)
-    base = b"".join([packed.tobytes(), _words(scales).tobytes(), _words(errors).tobytes()])
+    base = b"".join([packed.tobytes(), _words(scales).tobytes(), _words(_up(distance)).tobytes()])
     return base, estimate
+
+
+def _codes(turned: Floats, bits: int) -> tuple[NDArray[np.int8], Tensor]:
+    """turned [n, W]: rows times the matrices of +-1. -> codes [n, W], scales bf16 [n, blocks]."""
+    half, at = 1 << (bits - 1), 0
+    codes, scales = np.empty(turned.shape, np.int8), []
+    for size in blocks(turned.shape[1]):
+        block = turned[:, at : at + size]
+        steps = 2 * (size if size >= LEAST else 1)  # of `turned`, in scales
+        peaks = np.maximum(block.max(axis=1), -block.min(axis=1))
+        # A step that the peak fills exactly may, rounded, leave it outside.
+        scale = _up(peaks * (_SLACK / (half * steps)))
+        scale[peaks < _TINY] = 0
+        inverse = scale.float().numpy() * steps
+        np.divide(1, inverse, out=inverse, where=inverse > 0)
+        levels = np.floor(block * inverse[:, None])
+        np.clip(levels, -half, half - 1, out=codes[:, at : at + size], casting="unsafe")
+        scales.append(scale)
+        at += size
+    return codes, torch.stack(scales, dim=1)
 
 
 def open_base(blob: Buffer, rows: int, width: int, bits: int) -> Base:
