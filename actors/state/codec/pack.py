@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertmesh.actors.state.codec import planes, quantized
 from expertmesh.actors.state.codec.packed import (
+    DTYPES,
     BadPayload,
     Blob,
     Buffer,
@@ -42,6 +43,7 @@ def pack(item: Item, codec: Codec) -> Packed:
 
     int8, int4: latents get a base in so many bits and a refinement to the exact bytes; everything
     else is packed losslessly. What does not give back its bytes, which is tried here, is kept raw.
+    Raises ValueError for other dtypes than bytes and floats of 2 or 4 bytes.
     """
     if item.ready is not None:
         item.ready.synchronize()
@@ -100,6 +102,8 @@ def open_rows(part: Part, blob: Buffer) -> quantized.Base:
 
 
 def _part(kind: Kind, tensor: Tensor, scheme: Scheme) -> Part:
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"cannot pack {tensor.dtype}")
     if scheme.lossy and not (kind is Kind.PAGE and tensor.dim() == 3):
         scheme = Scheme.LOSSLESS
     return part_of(tuple(tensor.shape), tensor.dtype, scheme)

@@ -24,7 +24,7 @@ _HEAD = struct.Struct("<4sBBH")
 _PART = struct.Struct("<BBH")
 _PLACE = struct.Struct("<2Q")
 _MAGIC, _VERSION = b"EMPK", 1
-_DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 _MOST_AXES = 4
 ALIGN = 64
 
@@ -103,7 +103,7 @@ class Packed:
         """Blobs of all parts and layers, in order; refinements: as many, or none."""
         head = [_HEAD.pack(_MAGIC, _VERSION, len(parts), 2 if refinements else 1)]
         for part in parts:
-            head.append(_PART.pack(part.scheme, _DTYPES.index(part.dtype), len(part.shape)))
+            head.append(_PART.pack(part.scheme, DTYPES.index(part.dtype), len(part.shape)))
             head.append(struct.pack(f"<{len(part.shape)}Q", *part.shape))
         table = sum(map(len, head))
         pieces = [*blobs, *refinements]
@@ -208,10 +208,10 @@ def _parse(view: Buffer) -> Packed:
 
 def _read_part(view: Buffer, at: int) -> tuple[Part, int]:
     scheme, dtype, axes = _PART.unpack_from(view, at)
-    if not 1 <= axes <= _MOST_AXES or dtype >= len(_DTYPES) or scheme > max(Scheme):
+    if not 1 <= axes <= _MOST_AXES or dtype >= len(DTYPES) or scheme > max(Scheme):
         raise BadPayload(f"part with scheme {scheme}, dtype {dtype}, {axes} axes")
     shape = struct.unpack_from(f"<{axes}Q", view, at + _PART.size)
-    return part_of(shape, _DTYPES[dtype], Scheme(scheme)), at + _PART.size + 8 * axes
+    return part_of(shape, DTYPES[dtype], Scheme(scheme)), at + _PART.size + 8 * axes
 
 
 def _aligned(length: int) -> int:

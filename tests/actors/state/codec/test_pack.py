@@ -117,6 +117,12 @@ def test_what_is_cut_or_of_another_model_is_refused(codec: Codec) -> None:
         Packed.parse(written, [((2, 64, 41), torch.bfloat16)])
 
 
+def test_a_dtype_that_no_state_has_is_refused() -> None:
+    for codec in CODECS:
+        with pytest.raises(ValueError, match="int64"):
+            pack(item(Kind.SESSION, torch.zeros(3, dtype=torch.int64)), codec)
+
+
 def test_what_does_not_give_its_bytes_back_is_kept_raw(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
