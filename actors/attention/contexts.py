@@ -47,6 +47,11 @@ class Contexts:
         sizes = state.sink_tokens, state.window_tokens, state.select_pages
         return f"select {sizes} {state.select_mass}"
 
+    def rest(self) -> None:
+        """A step has ended."""
+        if self._offload is not None:
+            self._offload.scratch.rest()
+
     def report(self, seq: Sequence) -> KvReport | None:
         """None for what is exact."""
         context = seq.context

@@ -356,6 +356,7 @@ class Engine:
     def _commit(self, step: Step, sampled: Sampled, broken: list[Sequence]) -> None:
         """What the step has computed is complete; others may find it unless it is no number."""
         self.cache.arrived()
+        self._contexts.rest()
         bad = {seq.number for seq in broken}
         bad.update(
             seq.number

@@ -72,12 +72,20 @@ class Scratch:
 
     def __init__(self) -> None:
         self._rows: Tensor | None = None
+        self._used = False
 
     def take(self, rows: int, like: Tensor) -> Tensor:
         """[rows, C], of undefined content."""
+        self._used = True
         if self._rows is None or self._rows.shape[0] < rows:
             self._rows = like.new_zeros(rows + rows // 4, like.shape[1])
         return self._rows[:rows]
+
+    def rest(self) -> None:
+        """A step has ended: what it did not use is freed."""
+        if not self._used:
+            self._rows = None
+        self._used = False
 
     @property
     def nbytes(self) -> int:

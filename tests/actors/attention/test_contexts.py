@@ -132,12 +132,15 @@ def test_select_reports_what_it_estimates(exact: Answer) -> None:
     engine._contexts._offload.fit_pages = 4  # type: ignore[union-attr]
     answers: dict[str, Answer] = {}
     reports: list[KvReport] = []
+    scratch: list[int] = []
     engine.submit(ask("a", "select"))
     while engine.has_work:
         outputs = engine.step()
+        scratch.append(engine._contexts._offload.scratch.nbytes)  # type: ignore[union-attr]
         reports += [output.kv for output in outputs if output.kv is not None]
         collect(outputs, answers)
     assert answers["a"].finish_reason == "length"
+    assert max(scratch) > 0 == scratch[-1]  # for the prompt alone
     assert len(reports) == ANSWER and reports[-1].mode == "select"
     layers = 2
     assert reports[-1].read_pages == 2 * layers * (ANSWER - 1)
