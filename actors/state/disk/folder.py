@@ -162,14 +162,28 @@ class FolderView:
 
     def _load(self) -> None:
         state = load(self._files, self.path, self.number)
+        if state.offset:
+            with named(f"syncing {self.path}"):
+                self._settle(manifest_path(self.path, state.generation))
         self._state, self.index = state, state.index
         self.damaged += state.damaged
         self._stuck = False
+
+    def _settle(self, path: Path) -> None:
+        """What was read may be on its way to the disk only. We do not write again what we see
+        here, so it has to be as lasting as if we had."""
+        fd = self._files.open(path)
+        try:
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
 
     def _follow(self, state: State) -> None:
         path = manifest_path(self.path, state.generation)
         with named(f"reading {path}"):
             data = read_all(self._files, path, state.offset)
+            if data:
+                self._settle(path)
         slots = list(unpack(data, state.sequence))
         for at, (number, entry) in enumerate(slots):
             if entry is not None:

@@ -1,5 +1,6 @@
 """Several writers under one root: each its own folder, all readable by all."""
 
+import random
 import threading
 from pathlib import Path
 
@@ -259,3 +260,27 @@ def test_readers_meet_no_wrong_byte_while_others_write_and_evict(tmp_path: Path)
     assert set(one.stats().failures) | set(two.stats().failures) <= {"missing", "vanished"}
     one.close()
     two.close()
+
+
+def test_what_another_has_only_begun_to_store_is_made_to_last_before_we_rely_on_it() -> None:
+    node = Node()
+    one, two = node.start(), node.start()
+    honest = SimulatedFiles.sync
+
+    class Cut(Exception):
+        pass
+
+    def cut(self: SimulatedFiles, fd: int) -> None:
+        if self._open[fd][0].name.startswith("manifest"):
+            raise Cut
+        honest(self, fd)
+
+    one.append(header(1), "raw", 5, [b"bytes"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
+        patch.setattr(SimulatedFiles, "sync", cut)
+        one.sync()
+    two.refresh()
+    assert two.has(name(1)) and not two.append(header(1), "raw", 5, [b"bytes"])
+    for seed in range(20):
+        disk = node.disk.after_power_failure(random.Random(seed))
+        assert open_log(SimulatedFiles(disk)).read(name(1)) is not None
