@@ -19,9 +19,13 @@ SETTINGS = ((256, 4), (256, 16), (1024, 4), (1024, 16), (2048, 16))
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One task at one length with one setting of `select`. share: resident bytes of a sequence that
-    answers (near pages, sketches, old pages of late steps), over its latents in full. scratch: the
-    engine's, beside them, over the same. read_pages: exactly read, per step and layer."""
+    """One task at one length with one setting of `select`; pages is 0 where nothing old is read,
+    and window the length where everything is.
+
+    share: resident bytes of a sequence that answers (near pages, sketches, old pages of late
+    steps), over its latents in full. scratch: the engine's, beside them, over the same. read_pages:
+    exactly read, per step and layer.
+    """
 
     window: int
     pages: int
@@ -41,8 +45,8 @@ def recall(
     settings: Sequence[tuple[int, int]] = SETTINGS,
     tasks: Sequence[str] = TASKS,
 ) -> list[Point]:
-    """Each of the settings compared with reading everything on the same questions; the first point
-    of a task and length is of that."""
+    """Each of the settings, and reading nothing old, compared with reading everything on the same
+    questions; the first point of a task and length is of that."""
     points = []
     exact = Mode("exact", "exact", StateSettings(prefix_cache=True))
     for length in lengths:
@@ -56,6 +60,11 @@ def recall(
                     cell=cell(task, length, "exact", full, full),
                 )
             )  # fmt: skip
+            for window in sorted({window for window, _ in settings}):
+                state = StateSettings(window_tokens=window)
+                mode = Mode(f"blind {window}", "exact", state, blind=True)
+                answers = answer(subject, maker, mode, task, length, plan)
+                points.append(_blind(subject, window, answers, full, task, length))
             for window, pages in settings:
                 state = StateSettings(window_tokens=window, select_pages=pages)
                 mode = Mode(f"select {window}+{pages}", "select", state)
@@ -64,6 +73,17 @@ def recall(
                 points.append(_point(subject, window, pages, most, answers, full, task, length))
                 told(_line(points[-1]))
     return points
+
+
+def _blind(
+    subject: Subject, window: int, answers: list[Answer], full: list[Answer], task: str, length: int
+) -> Point:
+    near = min(length, window + StateSettings().sink_tokens)
+    return Point(
+        window=window, pages=0, share=near / length, scratch=0.0,
+        resident=pages_for(near) * subject.page_bytes, read_pages=0.0,
+        cell=cell(task, length, f"blind {window}", answers, full),
+    )  # fmt: skip
 
 
 def _point(

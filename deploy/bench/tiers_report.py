@@ -151,8 +151,8 @@ def _hit(one: Hit) -> dict[str, str]:
     return {
         "tier": one.tier, "tokens": str(one.tokens), "cached": str(one.cached_tokens),
         "median": _ms(one.median_s), "p99": _ms(one.p99_s), "recompute": _ms(one.recompute_s),
-        "ratio": f"{one.ratio:.1f}", "CPU ratio": f"{one.cpu_ratio:.1f}", "read": _mib(one.read_bytes), "reading": _ms(one.read_s),
-        "verifying": _ms(one.verify_s),
+        "ratio": f"{one.ratio:.1f}", "CPU ratio": f"{one.cpu_ratio:.1f}",
+        "read": _mib(one.read_bytes), "reading": _ms(one.read_s), "verifying": _ms(one.verify_s),
     }  # fmt: skip
 
 
@@ -172,7 +172,8 @@ def _point(one: Point) -> dict[str, str]:
         "task": cell.task, "mode": cell.mode, "tokens": str(cell.length),
         "resident": f"{one.share:.1%}", "right": f"{cell.recall.right}/{cell.recall.n}",
         "points lost": "" if loss is None else f"{loss.points:+.1f}",
-        "same tokens": f"{cell.same.share:.1%}", "pages/step": f"{one.read_pages:.1f}",
+        "nats": f"{cell.nats:.3f}", "KL": f"{cell.divergence:.4f}",
+        "pages/step": f"{one.read_pages:.1f}",
         "judged": "yes" if cell.judged else "no",
     }  # fmt: skip
 

@@ -38,8 +38,9 @@ def longcontext(
     mode: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
-            help="exact, offload or select; may be repeated, the first is what the others are "
-            "compared with. Default: exact, select."
+            help="exact, offload, select, or blind, which reads nothing of old tokens; may be "
+            "repeated, the first is what the others are compared with. Default: exact, select, "
+            "blind."
         ),
     ] = None,
     probes: Annotated[int, typer.Option(min=1, help="Questions per task, length and mode.")] = 100,
@@ -80,8 +81,8 @@ def longcontext(
 
     wish = Wish(
         model=(model or BUNDLED).absolute(), tasks=task or [], lengths=length or [1024, 4096],
-        modes=mode or ["exact", "select"], probes=probes, seed=seed, filler=filler, window=window,
-        sinks=sinks, pages=pages, mass=mass, codec=codec, out=out, threads=threads,
+        modes=mode or ["exact", "select", "blind"], probes=probes, seed=seed, filler=filler,
+        window=window, sinks=sinks, pages=pages, mass=mass, codec=codec, out=out, threads=threads,
         as_json=as_json,
     )  # fmt: skip
     run_command(run_longcontext, wish)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
@@ -12,6 +11,7 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import KvMode, StateSettings
 from expertmesh.deploy.eval.asking import Answer, Asker
+from expertmesh.deploy.eval.blind import Blind
 from expertmesh.deploy.eval.cases import Case, Maker
 from expertmesh.deploy.eval.statistics import Loss, Share
 from expertmesh.deploy.eval.subject import Subject
@@ -29,11 +29,20 @@ GATE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to keep old tokens. The first of several is what the others are compared with."""
+    """A way to keep old tokens. The first of several is what the others are compared with. blind:
+    nothing of old tokens is read at all (see Blind); kv_mode is exact then."""
 
     name: str
     kv_mode: KvMode = "exact"
     state: StateSettings = field(default_factory=StateSettings)
+    blind: bool = False
+
+    @property
+    def watch(self) -> Callable[[Engine], None]:
+        """To be called after every step of the mode's engine, one object per engine."""
+        if self.blind:
+            return Blind(self.state.sink_tokens, self.state.window_tokens)
+        return lambda engine: None
 
     def engine_settings(self, length: int) -> EngineSettings:
         """Device pages for what the mode holds on the device, and few more."""
@@ -48,7 +57,9 @@ class Mode:
             pages=pages,
             slots=slots,
             step_tokens=STEP_TOKENS,
-            state=self.state.model_copy(update={"kv_mode": self.kv_mode}),
+            state=self.state.model_copy(
+                update={"kv_mode": self.kv_mode} | ({"host_bytes": 0} if self.blind else {})
+            ),
         )
 
 
@@ -88,7 +99,8 @@ class Cell(msgspec.Struct, frozen=True):
     cases: texts; n of `recall` counts questions, several per text. judged: whether the first mode
     reaches GATE here. loss: against the first mode, None for itself. same: judged tokens for which
     greedy decoding gives the same as in the first mode. depths: right and n by fifths of the text.
-    nats: per judged token.
+    nats: per judged token. divergence: mean of KL(first mode || this one) over the judged tokens,
+    in nats: it tells of changes long before an answer does.
     """
 
     task: str
@@ -97,6 +109,7 @@ class Cell(msgspec.Struct, frozen=True):
     cases: int
     recall: Share
     nats: float
+    divergence: float
     judged: bool
     loss: Loss | None
     same: Share
@@ -132,8 +145,15 @@ def answer(
 ) -> list[Answer]:
     """At least plan.probes of them, from as many texts as that takes; the same for every mode.
     watch: called after every step."""
+    own = mode.watch
+
     with subject.engine(mode.engine_settings(length)) as engine:
-        asker = Asker(engine, watch=partial(watch, engine))
+
+        def look() -> None:
+            own(engine)
+            watch(engine)
+
+        asker = Asker(engine, watch=look)
         return list(asker.ask(_cases(maker, task, length, plan)))
 
 
@@ -150,19 +170,21 @@ def cell(task: str, length: int, mode: str, answers: list[Answer], first: list[A
     right = [one.verdict.right for one in answers]
     full = [one.verdict.right for one in first]
     pairs = [
-        a == b
+        pair
         for one, other in zip(answers, first, strict=True)
-        for a, b in zip(one.verdict.greedy, other.verdict.greedy, strict=True)
+        for pair in zip(other.verdict.tokens, one.verdict.tokens, strict=True)
     ]
+    same = sum(a.greedy == b.greedy for a, b in pairs)
+    divergence = sum(a.divergence(b) for a, b in pairs) / len(pairs)
     depths = [(0, 0)] * BINS
     for one in answers:
         at = min(BINS - 1, int(one.probe.depth * BINS))
         depths[at] = depths[at][0] + one.verdict.right, depths[at][1] + 1
     return Cell(
         task, length, mode, len({one.case for one in answers}), Share.of(sum(right), len(right)),
-        sum(one.verdict.nats for one in answers) / len(pairs),
+        sum(one.verdict.nats for one in answers) / len(pairs), divergence,
         sum(full) >= GATE * len(full), None if first is answers else Loss.of(full, right),
-        Share.of(sum(pairs), len(pairs)), depths,
+        Share.of(same, len(pairs)), depths,
         sum(one.cached_tokens for one in answers),
         Reading.of([one.kv for one in answers if one.kv is not None]),
     )  # fmt: skip
@@ -171,4 +193,5 @@ def cell(task: str, length: int, mode: str, answers: list[Answer], first: list[A
 def _line(one: Cell) -> str:
     loss = "" if one.loss is None else f", loses {one.loss.points:+.1f} points"
     recall, same = one.recall, "" if one.loss is None else f", {one.same.share:.1%} the same"
-    return f"{one.task} at {one.length}, {one.mode}: {recall.right}/{recall.n}{loss}{same}"
+    nats = f", {one.nats:.3f} nats, {one.divergence:.4f} apart"
+    return f"{one.task} at {one.length}, {one.mode}: {recall.right}/{recall.n}{loss}{same}{nats}"

@@ -101,7 +101,9 @@ def _modes(wish: Wish) -> list[Mode]:
             }
         )  # fmt: skip
         return [
-            Mode(name, StateSettings.model_validate({"kv_mode": name}).kv_mode, state)
+            Mode(name, "exact", state, blind=True)
+            if name == "blind"
+            else Mode(name, StateSettings.model_validate({"kv_mode": name}).kv_mode, state)
             for name in wish.modes
         ]
     except ValidationError as error:
@@ -123,7 +125,7 @@ def _filler(name: str) -> Filler:
 def _print(cells: list[Cell]) -> None:
     console = Console(highlight=False)
     table = Table(
-        "task", "tokens", "mode", "right", "95 %", "points lost", "same tokens", "nats/token",
+        "task", "tokens", "mode", "right", "95 %", "points lost", "same tokens", "nats/token", "KL",
         title="Recall over long contexts", title_justify="left",
     )  # fmt: skip
     for column in table.columns[3:]:
@@ -135,6 +137,7 @@ def _print(cells: list[Cell]) -> None:
             f"{recall.low:.0%}-{recall.high:.0%}",
             "" if loss is None else f"{loss.points:+.1f} ({loss.low:+.1f} to {loss.high:+.1f})",
             "" if loss is None else f"{one.same.share:.1%}", f"{one.nats:.3f}",
+            "" if loss is None else f"{one.divergence:.4f}",
             style=None if one.judged else "dim",
         )  # fmt: skip
     console.print(table)

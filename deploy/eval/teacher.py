@@ -17,15 +17,35 @@ from expertmesh.actors.attention.sequence import Sequence
 from expertmesh.deploy.eval.cases import Probe
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One token of a span. greedy: what greedy decoding would have given. logprobs_V: float32, of
+    the whole vocabulary."""
+
+    token: int
+    greedy: int
+    logprobs_V: Tensor
+
+    def divergence(self, other: "Judged") -> float:
+        """KL(self || other), in nats."""
+        mine = self.logprobs_V.double()
+        return float((mine.exp() * (mine - other.logprobs_V.double())).sum())
+
+
 @dataclass(slots=True)
 class Verdict:
-    """Of one probe, filled as its tokens come. right: whether greedy decoding would have given
-    every token of every span. greedy: what it would have given for each token of the spans. nats:
-    of those tokens together, by the whole vocabulary."""
+    """Of one probe: the tokens of its spans, filled as they come."""
 
-    right: bool = True
-    greedy: list[int] = field(default_factory=list)
-    nats: float = 0.0
+    tokens: list[Judged] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        """Whether greedy decoding would have given every token of every span."""
+        return all(one.greedy == one.token for one in self.tokens)
+
+    @property
+    def nats(self) -> float:
+        return -sum(float(one.logprobs_V[one.token]) for one in self.tokens)
 
 
 @dataclass(slots=True)
@@ -83,9 +103,7 @@ class Teacher(Sampler):
 
 
 def _judge(lesson: _Lesson, at: int, logits_V: Tensor) -> None:
-    verdict, token = lesson.verdict, lesson.probe.ids[at]
     choices = list(lesson.probe.choices) if lesson.first(at) else []
     best = choices[int(logits_V[choices].argmax())] if choices else int(logits_V.argmax())
-    verdict.right &= best == token
-    verdict.nats -= float(logits_V.float().log_softmax(0)[token])
-    verdict.greedy.append(best)
+    logprobs_V = logits_V.float().log_softmax(0)
+    lesson.verdict.tokens.append(Judged(lesson.probe.ids[at], best, logprobs_V))

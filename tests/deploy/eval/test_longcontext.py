@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from expertmesh.deploy.cli import app
@@ -12,7 +13,7 @@ from expertmesh.deploy.eval.cases import Maker, Probe
 from expertmesh.deploy.eval.longcontext import Cell, Mode, Plan, cell, evaluate
 from expertmesh.deploy.eval.plots import plot_depths, plot_recall
 from expertmesh.deploy.eval.subject import Subject
-from expertmesh.deploy.eval.teacher import Verdict
+from expertmesh.deploy.eval.teacher import Judged, Verdict
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -23,8 +24,9 @@ def run(*arguments: str) -> Result:
 
 def answered(rights: list[bool], depth: float = 0.5) -> list[Answer]:
     probe = Probe((1, 2), ((1, 2),), depth)
+    likely = torch.tensor([0.25, 0.25, 0.5]).log()
     return [
-        Answer(at // 2, probe, Verdict(right, [2 if right else 3], 0.5), 64, None)
+        Answer(at // 2, probe, Verdict([Judged(2, 2 if right else 0, likely)]), 64, None)
         for at, right in enumerate(rights)
     ]
 
@@ -36,8 +38,8 @@ def test_a_cell_counts_texts_questions_depths_and_changes() -> None:
     assert (first.cases, first.recall.right, first.recall.n) == (20, 39, 40)
     assert first.judged and second.judged and first.loss is None and second.loss is not None
     assert (second.loss.lost, second.loss.points) == (1, 2.5)
-    assert first.depths == [(0, 0)] * 4 + [(39, 40)] and first.nats == 0.5
-    assert first.same.share == 1 and second.same.right == 39
+    assert first.depths == [(0, 0)] * 4 + [(39, 40)] and first.nats == pytest.approx(0.6931472)
+    assert first.same.share == 1 and second.same.right == 39 and second.divergence == 0
     assert second.cached_tokens == 40 * 64
 
 
