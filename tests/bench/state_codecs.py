@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("--context", type=int, default=Amount().context)
     parser.add_argument("--contexts", type=int, default=Amount().contexts)
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--shipped", action="store_true", help="only the codecs that can be chosen")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     facts = machine.facts()
@@ -47,9 +48,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
     )  # fmt: skip
     folder, filler = checkpoint(options.model), _filler(options.text)
     state = {dtype: _state(folder, filler, dtype) for dtype in options.dtypes}
-    rows = frontier(
-        folder, filler, amount, options.dtypes, lambda line: print(line, file=sys.stderr)
-    )
+    rows = frontier(folder, filler, amount, options.dtypes, _tell, others=not options.shipped)
     pages = {f"{options.model} {dtype}": latents[0] for dtype, (latents, _) in state.items()}
     return {
         "machine": facts,
@@ -62,6 +61,10 @@ def main(arguments: list[str]) -> dict[str, Any]:
         "exact_pages": {dtype: _round_trips(latents) for dtype, (latents, _) in state.items()},
         "speed": msgspec.to_builtins(speeds({**pages, **k3_pages()})),
     }
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _goals(rows: list[Row]) -> dict[str, Any]:
