@@ -7,9 +7,12 @@ records changed on the disk, with and without a key. Verification: its share of 
 (kv-state 5, G9).
 """
 
+import os
 import random
 from argparse import ArgumentParser
-from time import perf_counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,12 @@ from scipy.stats import ks_2samp
 
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams
+from expertmesh.actors.state.disk.log import DiskLog
+from expertmesh.actors.state.item import Header, Item, Kind, StateLayout
 from expertmesh.actors.state.keys import chain, root_key
+from expertmesh.actors.state.settings import Codec, StateSettings
+from expertmesh.actors.state.store import Fetch
+from expertmesh.actors.state.tiers.store import TieredStore
 from tests.support.state_model import VOCAB, cached, small_model
 
 FINGERPRINT = b"isolation"
@@ -80,6 +88,113 @@ def engine_probes(count: int, seed: int = 1) -> dict[str, Any]:
     }
 
 
+def _page(layout: StateLayout, at: int) -> Item:
+    rng = torch.Generator().manual_seed(at)
+    rows = torch.randn(layout.page, generator=rng, dtype=torch.float32).to(layout.dtype)
+    key = at.to_bytes(32, "big")
+    header = Header(key, Kind.PAGE, key, 64 * (at + 1), (), "prefill", layout.fingerprint)
+    return Item(header, (rows,))
+
+
+def _until(fetch: Fetch) -> None:
+    deadline = perf_counter() + 60
+    while not fetch.done:
+        if perf_counter() > deadline:
+            raise TimeoutError("a fetch has not ended")
+        sleep(1e-4)
+
+
+def _drop_caches(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def verification(codec: Codec, pages: int = 64) -> dict[str, Any]:
+    """Pages of K3's size, written, and restored by a store that has just been opened: the share of
+    hashing in the time from the request to the last byte in place."""
+    layout = StateLayout((24, 64, 576), (1, 1, 1, 1), (1, 3, 3), torch.bfloat16)
+    items = [_page(layout, at) for at in range(pages)]
+    raw = sum(item.nbytes for item in items)
+    names = [item.header.name for item in items]
+    target = torch.zeros(pages, *layout.page, dtype=layout.dtype)
+    rows: dict[str, Any] = {"codec": codec, "mb": round(raw / 1e6)}
+    with TemporaryDirectory() as folder:
+        settings = StateSettings(
+            host_bytes=0, codec=codec, disk=Path(folder), disk_bytes=1 << 30, read_timeout_s=60
+        )
+
+        def opened() -> TieredStore:
+            disk = DiskLog.open(Path(folder), capacity=1 << 30, layout=layout.fingerprint)
+            return TieredStore(layout, settings, disk=disk)
+
+        store = opened()
+        for item in items:
+            while not store.put(item, durable=True):
+                sleep(0.005)
+        _until(store.flush())
+        store.close()
+        for case in ("cold", "warm"):
+            store = opened()
+            if case == "cold":
+                _drop_caches(Path(folder))
+            start = perf_counter()
+            fetch = store.fetch(names, 60)
+            _until(fetch)
+            found = fetch.items
+            assert found is not None, fetch.reason
+            for page, content in zip(target, found, strict=True):
+                for layer, out in enumerate(page):
+                    content.layer(0, layer, out)
+            seconds = perf_counter() - start
+            same = all(
+                torch.equal(page, item.parts[0]) for page, item in zip(target, items, strict=True)
+            )
+            rows[case] = {
+                "gb_per_s": round(raw / seconds / 1e9, 2),
+                "verify_share": round(fetch.verify_seconds / seconds, 4),
+                "verify_gb_per_s": round(raw / max(fetch.verify_seconds, 1e-9) / 1e9, 1),
+                "bytes_equal": same,
+            }
+            store.close()
+    return rows
+
+
+def forged(count: int = 32) -> dict[str, Any]:
+    """Records that somebody without the key has put where sealed ones are looked for, with every
+    checksum in order, and sealed ones read with another key."""
+    layout = StateLayout((2, 64, 20), (1, 1, 1, 1), (1, 3, 3), torch.float32)
+    items = [_page(layout, at) for at in range(count)]
+
+    def write(folder: Path, secret: bytes | None) -> None:
+        log = DiskLog.open(folder, capacity=64 << 20, layout=layout.fingerprint, secret=secret)
+        for item in items:
+            log.append(
+                item.header, "raw", item.nbytes, [memoryview(item.parts[0].numpy()).cast("B")]
+            )
+        log.sync()
+        log.close()
+
+    def readable(folder: Path, secret: bytes | None) -> int:
+        log = DiskLog.open(folder, capacity=64 << 20, layout=layout.fingerprint, secret=secret)
+        found = sum(log.read(item.header.name) is not None for item in items)
+        log.close()
+        return found
+
+    with TemporaryDirectory() as name:
+        sealed, bare = Path(name) / "sealed", Path(name) / "bare"
+        write(sealed, b"a" * 32)
+        write(bare, None)
+        return {
+            "records": count,
+            "own_key": readable(sealed, b"a" * 32),
+            "other_key": readable(sealed, b"b" * 32),
+            "no_key": readable(sealed, None),
+            "unsealed_under_a_key": readable(bare, b"a" * 32),
+        }
+
+
 def main(arguments: list[str]) -> dict[str, Any]:
     parser = ArgumentParser(prog="python -m tests.bench state_isolation")
     parser.add_argument("--names", type=int, default=10_000_000)
@@ -89,4 +204,6 @@ def main(arguments: list[str]) -> dict[str, Any]:
     return {
         "names": name_probes(options.names),
         "requests": engine_probes(options.requests),
+        "forged": forged(),
+        "verification": [verification("raw"), verification("lossless")],
     }

@@ -80,6 +80,7 @@ def cached(
     store: Any = None,
     state: dict[str, Any] | None = None,
     arrived: threading.Event | None = None,
+    fingerprint: bytes = b"small",
     **settings: Any,
 ) -> Engine:
     """An engine whose requests share prefixes. state: of StateSettings; no tier below the device
@@ -91,7 +92,7 @@ def cached(
         runner.exchange,
         EngineSettings(state=cache, **settings),
         [],
-        fingerprint=b"small",
+        fingerprint=fingerprint,
         store=store,
         arrived=arrived,
     )

@@ -125,21 +125,18 @@ def nothing_left_to_compute(patch: MonkeyPatch) -> None:
 
 
 def saved_at_the_end_of_the_chunk(patch: MonkeyPatch) -> None:
-    rounds = batch.kda_rounds
+    pieces = batch.kda_pieces
 
-    def late(spans: Any) -> list[batch.KdaRound]:
-        made = rounds([dataclasses.replace(span, saves=()) for span in spans])
-        saves = [(span.slot, place) for span in spans for _, place in span.saves]
-        return [*made, batch.KdaRound([], saves)]
+    def late(spans: Any) -> Any:
+        made, _ = pieces([dataclasses.replace(span, saves=()) for span in spans])
+        return made, [(n, place) for n, span in enumerate(spans) for _, place in span.saves]
 
-    patch.setattr(batch, "kda_rounds", late)
+    patch.setattr(batch, "kda_pieces", late)
 
 
 def never_saved(patch: MonkeyPatch) -> None:
-    rounds = batch.kda_rounds
-    patch.setattr(batch, "kda_rounds", lambda spans: [
-        batch.KdaRound(each.spans, []) for each in rounds(spans)
-    ])  # fmt: skip
+    pieces = batch.kda_pieces
+    patch.setattr(batch, "kda_pieces", lambda spans: (pieces(spans)[0], []))
 
 
 def saved_in_bf16(patch: MonkeyPatch) -> None:
@@ -212,6 +209,10 @@ def one_load_holds_up_all(patch: MonkeyPatch) -> None:
     patch.setattr(
         StateCache, "attach", lambda self, seq: None if self.loading else attach(self, seq)
     )
+
+
+def idle_by_what_still_loads(patch: MonkeyPatch) -> None:
+    patch.setattr(StateCache, "waiting", property(lambda self: self.loading))
 
 
 def dense_snapshots(patch: MonkeyPatch) -> None:

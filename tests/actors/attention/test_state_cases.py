@@ -5,6 +5,9 @@ logits behind each of its tokens are those of the model alone.
 """
 
 import random
+from pathlib import Path
+from threading import Event
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -13,7 +16,9 @@ from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.pages import pages_for
 from tests.support.engines import finish, request
-from tests.support.state_model import cacheless, small_model
+from tests.support.state_below import STALL_S, Tiers, wait_for
+from tests.support.state_model import cached, cacheless, small_model
+from tests.support.state_oracle import Oracle
 from tests.support.state_session import Session, ids, oracle, session
 from tests.support.state_store import Faults, MemoryStore
 
@@ -147,6 +152,53 @@ def test_slots_are_never_mixed_up() -> None:
     done = [name for name, each in one.answers.items() if each.finish_reason == "length"]
     assert len(done) > 30 and len(one.answers) == 60
     one.check_all(done)
+
+
+# --- an old disk under another model, and a damaged one (D7) --------------------------------------
+
+
+class Disk:
+    """Engines one after the other over one folder, as a server that is started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.below = Tiers(1, folder)
+        self.below.state |= {"host_bytes": 0, "codec": "lossless", "checkpoint_tokens": 64}
+
+    def ask(self, prompt: list[int], layers: int = 4, fingerprint: bytes = b"small") -> Session:
+        """One request to an engine that has just started; it is closed again."""
+        runner, woken = small_model(layers), Event()
+        store = self.below.open(0, runner.state.layout, woken.set)
+        engine = cached(runner, 64, 4, store, self.below.state, woken, fingerprint=fingerprint)
+        one = Session(engine)
+        one.submit("r", prompt, 3)
+        deadline = monotonic() + STALL_S
+        while one.open and monotonic() < deadline:
+            one.step()
+            if not engine.has_work:
+                wait_for([woken])
+        assert Oracle(runner).greedy(prompt, 3) == one.answers["r"].token_ids
+        self.below.lose(0)
+        return one
+
+
+def test_an_old_disk_serves_its_own_model_alone(tmp_path: Path) -> None:
+    disk, prompt = Disk(tmp_path), ids(50, 300)
+    assert disk.ask(prompt).cached["r"] == 0
+    assert disk.ask(prompt, fingerprint=b"other weights").cached["r"] == 0
+    assert disk.ask(prompt, layers=2).cached["r"] == 0  # other shapes under the same names
+    disk.ask(prompt).check_all()  # finds some of these, which are not its own
+    again = disk.ask(prompt)
+    assert again.cached["r"] == 256 and again.engine.stats().cache.hits_by_tier == {"disk": 256}
+    again.check_all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flipped_byte_is_a_miss(seed: int, tmp_path: Path) -> None:
+    disk, prompt, rng = Disk(tmp_path), ids(51, 300), random.Random(seed)
+    disk.ask(prompt)
+    for _ in range(30):
+        disk.below.damage(rng)
+    disk.ask(prompt).check_all()
 
 
 # --- progress with loads under way (D8) -----------------------------------------------------------

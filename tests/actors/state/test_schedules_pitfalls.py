@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from expertmesh.actors.attention.messages import GenerateRequest
+from expertmesh.actors.attention.scheduler import Plan
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.item import Kind
 from tests.support import state_mutants as mutants
@@ -149,6 +150,29 @@ def others_pass_a_load() -> None:
     one.check_all()
 
 
+def a_load_that_ends_inside_a_step() -> None:
+    """Too late for the plan, too early for who asks why there was nothing to plan."""
+    one = session(MemoryStore())
+    one.ask("first", ids(44, 300))
+    one.engine.cache.evict()
+    assert one.store is not None
+    one.store.faults.delay = 10_000
+    one.submit("waits", ids(44, 300))
+    one.step()
+    (load,) = one.store.loading
+    plan = one.engine.scheduler.plan
+
+    def plan_then_load() -> Plan:
+        planned = plan()
+        load.done = True
+        return planned
+
+    one.engine.scheduler.plan = plan_then_load  # type: ignore[method-assign]
+    one.finish()
+    one.check_all()
+    assert one.cached["waits"] == 256
+
+
 def few_snapshots() -> None:
     one = session(pages=200, state={"ladder_tokens": 256, "snapshots": 64})
     one.ask("long", ids(23, 40 * 64 + 1), 1)
@@ -262,6 +286,7 @@ PITFALLS = [
     Pitfall("vllm-46453", evicted_while_waiting, mutants.begins_where_it_once_could),
     Pitfall("vllm-49176", loads_that_always_fail, mutants.keeps_believing_in_a_load),
     Pitfall("vllm-44294", others_pass_a_load, mutants.one_load_holds_up_all),
+    Pitfall("stalled", a_load_that_ends_inside_a_step, mutants.idle_by_what_still_loads),
     Pitfall("vllm-45845", few_snapshots, mutants.dense_snapshots),
     Pitfall("vllm-40696", short_prompts_hit, mutants.long_blocks),
     Pitfall("vllm-12621", names_that_collide, mutants.weak_names_not_compared),
