@@ -81,7 +81,7 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
     answer = await http.post("/v1/completions", json=COMMON | body)
     assert answer.status_code == 200, answer.text
     whole: dict[str, Any] = answer.json()
-    return {"choices": whole["choices"], "usage": whole["usage"]}
+    return {"choices": whole["choices"], "usage": tokens(whole["usage"])}
 
 
 async def stream(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +100,13 @@ async def stream(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any
             for token in c["token_ids"]
         ],
         "ends": sorted(str(c["finish_reason"]) for c in parts if c["finish_reason"]),
-        "usage": events[-1]["usage"],
+        "usage": tokens(events[-1]["usage"]),
     }
+
+
+def tokens(usage: dict[str, Any]) -> dict[str, Any]:
+    """Without what was found in a cache: the same request finds more the second time."""
+    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
 
 
 async def everything(http: httpx.AsyncClient) -> list[dict[str, Any]]:
