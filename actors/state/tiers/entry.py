@@ -19,8 +19,8 @@ class State(Enum):
 @dataclass(slots=True, eq=False)
 class Entry:
     """nbytes: what the tier counts for it. holders: reads and disk writes under way, which need the
-    bytes to stay. durable: owed to the disk. below: position of the
-    nearest snapshot before this one on the chain, from where it would be computed again."""
+    bytes to stay. durable: owed to the disk. below: the snapshot before it on
+    the chain. last: when it was used last, on the clock of its side. uses: since it is here."""
 
     header: Header
     content: Content
@@ -29,8 +29,9 @@ class Entry:
     holders: int = 0
     pinned: bool = False
     durable: bool = False
-    below: int = 0
-    priority: float = 0.0
+    below: Name | None = None
+    last: int = 0
+    uses: int = 0
 
     @property
     def name(self) -> Name:

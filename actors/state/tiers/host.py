@@ -48,7 +48,7 @@ class HostTier:
         self.entries[header.name] = entry
         self.writing_bytes += entry.nbytes
         self._raw_bytes += content.raw_bytes
-        self.order.add(entry, self.seen.count(header.name))
+        self.order.add(entry)
         return entry
 
     def commit(self, entry: Entry, content: Content) -> None:
@@ -75,9 +75,8 @@ class HostTier:
 
     def touch(self, entry: Entry) -> int:
         """Somebody has used it; returns how often it was seen lately."""
-        seen = self.seen.add(entry.name)
-        self.order.rate(entry, seen)
-        return seen
+        self.order.used(entry)
+        return self.seen.add(entry.name)
 
     def hold(self, entry: Entry) -> None:
         """Until released it is not evicted. What was about to leave stays."""

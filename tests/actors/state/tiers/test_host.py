@@ -51,37 +51,48 @@ def test_a_chain_is_eaten_from_its_tip_and_snapshots_before_their_pages() -> Non
         assert gone[state] < gone[ground]
 
 
-def test_what_is_seen_more_often_stays_longer() -> None:
+def test_what_was_used_last_goes_last() -> None:
     host = HostTier(ROOMY)
-    for tag, times in (("a", 5), ("b", 1), ("c", 3)):
-        keep(host, page(tag, 0), times)
-    assert eaten(host) == names([page("b", 0), page("c", 0), page("a", 0)])
+    entries = [keep(host, page(tag, 0)) for tag in "abc"]
+    host.touch(entries[0])
+    assert eaten(host) == [entry.name for entry in (*entries[1:], entries[0])]
 
 
-def test_what_was_popular_gives_way_in_the_end() -> None:
+def conversation(host: HostTier, tag: str, turns: int) -> list[Entry]:
+    """One page and one snapshot per turn; the snapshots."""
+    states = []
+    for at in range(turns):
+        keep(host, page(tag, at), 0)
+        states.append(keep(host, snapshot(tag, at), 0))
+    return states
+
+
+def test_only_the_newest_snapshot_of_a_conversation_is_likely() -> None:
     host = HostTier(ROOMY)
-    keep(host, page("old", 0), 6)
-    for at in range(40):
-        keep(host, page(f"new {at}", 0), 2)
-        gone = host.order.pop()
-        assert gone is not None
-        host.evict(gone)
-    assert page("old", 0).header.name not in host.entries
+    old = conversation(host, "old", 3)
+    new = conversation(host, "new", 3)
+    gone = [name for name in eaten(host) if name.kind is Kind.SNAPSHOT]
+    assert gone == [old[0].name, old[1].name, new[0].name, new[1].name, old[2].name, new[2].name]
 
 
-def test_a_snapshot_is_worth_the_tokens_since_the_one_before() -> None:
+def test_where_conversations_part_is_likely_again() -> None:
     host = HostTier(ROOMY)
-    for item in pages("a", 10):
-        keep(host, item)
-    for at in (0, 1, 9):
-        keep(host, snapshot("a", at))
-    saved = {e.header.position: e.header.position - e.below for e in host.entries.values()
-             if e.header.kind is Kind.SNAPSHOT}  # fmt: skip
-    # In the order of being added: the page of position 640 has not seen snapshots come after it.
-    assert saved[64] == 64
-    priorities = {e.header.position: e.priority for e in host.entries.values()
-                  if e.header.kind is Kind.SNAPSHOT}  # fmt: skip
-    assert priorities[640] > priorities[64]
+    states = conversation(host, "a", 4)
+    host.touch(states[1])
+    host.touch(states[1])
+    gone = [name for name in eaten(host) if name.kind is Kind.SNAPSHOT]
+    assert gone[:2] == [states[0].name, states[2].name]
+    assert set(gone[2:]) == {states[1].name, states[3].name}
+
+
+def test_even_the_unlikely_outlive_what_was_long_unused() -> None:
+    host = HostTier(ROOMY)
+    old = keep(host, snapshot("old", 0), 0)
+    for at in range(100):
+        keep(host, snapshot(f"filler {at}", 0), 0)
+    states = conversation(host, "a", 2)
+    gone = [name for name in eaten(host) if name.kind is Kind.SNAPSHOT]
+    assert gone.index(old.name) < gone.index(states[0].name)
 
 
 def test_answers_give_way_to_prompts() -> None:
