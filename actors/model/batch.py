@@ -166,31 +166,23 @@ class Batch:
         return left, right
 
 
-class KdaRound(NamedTuple):
-    """Pieces of prompts that one call computes: (slot, first row, end row, position). Then saves:
-    (slot, snapshot slot), states to be copied before the next round changes them."""
-
-    spans: list[tuple[int, int, int, int]]
-    saves: list[tuple[int, int]]
-
-
-def kda_rounds(prefill: Sequence[Span]) -> list[KdaRound]:
-    """Prompt spans cut where their state is saved. Cuts on the grid change no bits; a step without
-    saves is one round."""
-    rounds: list[KdaRound] = []
+def kda_pieces(
+    prefill: Sequence[Span],
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
+    """Prompt spans cut where their state is saved, as (slot, first row, end row, position), and the
+    saves as (number of the piece that they follow, snapshot slot). Cuts on the grid change no
+    bits."""
+    pieces: list[tuple[int, int, int, int]] = []
+    saves: list[tuple[int, int]] = []
     for span in prefill:
-        begin, end = span.position, span.position + span.length
-        stops = [*span.saves, (end, NO_SLOT)]
-        for number, (stop, saved) in enumerate(stops):
-            if number == len(rounds):
-                rounds.append(KdaRound([], []))
-            row = span.row + begin - span.position
-            if stop > begin:
-                rounds[number].spans.append((span.slot, row, row + stop - begin, begin))
-            if saved != NO_SLOT:
-                rounds[number].saves.append((span.slot, saved))
+        row, begin, end = span.row - span.position, span.position, span.position + span.length
+        for stop, saved in span.saves:
+            pieces.append((span.slot, row + begin, row + stop, begin))
+            saves.append((len(pieces) - 1, saved))
             begin = stop
-    return rounds
+        if begin < end:
+            pieces.append((span.slot, row + begin, row + end, begin))
+    return pieces, saves
 
 
 def _used(span: Span) -> int:
@@ -223,7 +215,7 @@ class Words:
             lengths,
             table.view(self.decode, -1) if self.decode else table.view(0, 0),
             logit_rows,
-            kda_rounds(prefill),
+            *kda_pieces(prefill),
             [
                 MlaSpan(s.row, s.row + s.length, s.position, listed)
                 for s, listed in zip(
@@ -261,7 +253,7 @@ class Inputs:
     rows, R rows whose logits are wanted, N pages of the longest decode row.
 
     cache_rows_T: where a row's latents are written. lengths_D: context of a decode row, the new
-    token included. kda_rounds: the prompt pieces, in the order in which they are computed.
+    token included. kda_spans, kda_saves: the prompt pieces and what follows them, see kda_pieces.
     contexts: rows that neither the page table nor mla_spans cover.
     """
 
@@ -271,7 +263,8 @@ class Inputs:
     lengths_D: Tensor
     page_table_DN: Tensor
     logit_rows_R: Tensor
-    kda_rounds: list[KdaRound]
+    kda_spans: list[tuple[int, int, int, int]]
+    kda_saves: list[tuple[int, int]]
     mla_spans: list[MlaSpan]
     contexts: list[ContextRows]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from expertmesh.actors.model.batch import PAGE_TOKENS, ContextRows, Inputs
 from expertmesh.actors.model.config import ModelConfig
+from expertmesh.kernels.kda.types import KdaSave
 from expertmesh.kernels.latent_moe.torch_ops import Glu
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 from expertmesh.kernels.mla.types import MlaSpan
@@ -71,7 +72,7 @@ class Kda:
         state: Tensor,
         saved: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """saved: snapshots of conv and state, written as inputs.kda_rounds says."""
+        """saved: snapshots of conv and state, written as inputs.kda_saves says."""
         rows, decode = x_TH.shape[0], inputs.decode
         qkv, gate, decay, beta = split(self.project(x_TH), self.widths, dim=1)
         z_THD = self.decay_up(decay).view(rows, self.heads, self.dim)
@@ -94,11 +95,14 @@ class Kda:
                 o_THD[:d] = self.kernels.kda_decode(
                     qkv[:d], z_THD[:d], beta[:d], *constants, inputs.slots_D
                 )
-            for spans, saves in inputs.kda_rounds:
-                if spans:
-                    o_THD += self.kernels.kda_prefill(qkv, z_THD, beta, *constants, spans)
-                for slot, snapshot in saves:
-                    saved[0][snapshot], saved[1][snapshot] = conv[slot], state[slot]
+            if inputs.kda_spans:
+                saves = [
+                    KdaSave(after, saved[0][snapshot], saved[1][snapshot])
+                    for after, snapshot in inputs.kda_saves
+                ]
+                o_THD += self.kernels.kda_prefill(
+                    qkv, z_THD, beta, *constants, inputs.kda_spans, saves
+                )
         gate_THD = gate.view(rows, self.heads, self.dim)
         o_THD = self.kernels.gated_rms_norm(o_THD.type_as(x_TH), self.w_norm, gate_THD, self.eps)
         # The norm's weight is fp32 in the checkpoint and lifts the product to fp32.

@@ -7,6 +7,7 @@ overflow and nothing is ever divided or subtracted, so every gate is safe: bound
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -19,19 +20,21 @@ class Sequel(NamedTuple):
     """Rows [begin, end) that continue one sequence.
 
     `offset`: distance of the first row from the previous multiple of 64 (0..63). `state_HDD`
-    [H, Dk, Dv] is updated in place.
+    [H, Dk, Dv] is updated in place; `copies` get what it is after the last row, before a later
+    sequel of the same state goes on.
     """
 
     begin: int
     end: int
     offset: int
     state_HDD: Tensor
+    copies: Sequence[Tensor] = ()
 
     @property
     def chunks(self) -> int:
         return (self.offset + self.end - self.begin + CHUNK - 1) // CHUNK
 
-    def copies(self, first_chunk: int) -> list[tuple[int, int, int]]:
+    def moves(self, first_chunk: int) -> list[tuple[int, int, int]]:
         """(begin, end, place): rows to move so that each chunk starts at a multiple of 64.
 
         A chunk that starts off the grid keeps its rows at its beginning.
@@ -72,7 +75,7 @@ def kda_chunks(
     count = sum(sequel.chunks for sequel in sequels)
     moves, first = [], 0
     for sequel in sequels:
-        moves += sequel.copies(first)
+        moves += sequel.moves(first)
         first += sequel.chunks
 
     packed = q_THD.new_zeros(count * CHUNK, 4, heads, dim)
@@ -102,11 +105,15 @@ def kda_chunks(
     weights = attend.view(count, heads, CHUNK, CHUNK).unbind(0)
     keep = before[:, -1].reshape(count, heads, dim, 1).unbind(0)
     results = []
-    states = [sequel.state_HDD for sequel in sequels for _ in range(sequel.chunks)]
-    for n, state in enumerate(states):
-        update = torch.baddbmm(u_new[n], u_old[n], state, alpha=-1.0)
-        results.append(torch.bmm(q_old[n], state).baddbmm_(weights[n], update))
-        state.mul_(keep[n]).baddbmm_(k_end[n], update)
+    numbers = iter(range(count))
+    for sequel in sequels:
+        state = sequel.state_HDD
+        for n in islice(numbers, sequel.chunks):
+            update = torch.baddbmm(u_new[n], u_old[n], state, alpha=-1.0)
+            results.append(torch.bmm(q_old[n], state).baddbmm_(weights[n], update))
+            state.mul_(keep[n]).baddbmm_(k_end[n], update)
+        for copy in sequel.copies:
+            copy.copy_(state)
     out = torch.stack(results).transpose(1, 2).reshape(count * CHUNK, heads, dim)
     for begin, end, place in moves:
         out_THD[begin:end] = out[place : place + end - begin]

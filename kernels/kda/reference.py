@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expertmesh.kernels.kda.types import KdaSpan
+from expertmesh.kernels.kda.types import KdaSave, KdaSpan
 
 QK_EPS = 1e-6
 
@@ -85,8 +85,9 @@ def kda_prefill(
     conv_state: Tensor,
     state: Tensor,
     spans: Sequence[tuple[int, int, int, int]],
+    saves: Sequence[KdaSave] = (),
 ) -> Tensor:
-    """Convolution, normalisation, gate and recurrence of every span.
+    """Convolution, normalisation, gate and recurrence of every span, in their order.
 
     `conv_state` [S, W-1, C] (C = q|k|v of all heads, oldest row first) and `state` [S, H, Dk, Dv]
     float32 are updated in place. beta_TH are logits, z_THD is without dt_bias. Returns float32
@@ -94,7 +95,7 @@ def kda_prefill(
     """
     tokens, heads, dim = z_THD.shape
     out = torch.zeros(tokens, heads, dim, dtype=torch.float32)
-    for span in spans:
+    for number, span in enumerate(spans):
         slot, begin, end, _ = KdaSpan(*span)
         mixed = short_conv(qkv_TC[begin:end], conv_weight_CW, conv_state[slot]).float()
         q, k, v = (x.reshape(end - begin, heads, dim) for x in mixed.chunk(3, dim=-1))
@@ -106,6 +107,10 @@ def kda_prefill(
             torch.sigmoid(beta_TH[begin:end].float()),
             state[slot],
         )
+        for save in saves:
+            if save.after == number:
+                save.conv.copy_(conv_state[slot])
+                save.state.copy_(state[slot])
     return out
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expertmesh.kernels.elementwise import constant, sigmoid, silu, softplus
 from expertmesh.kernels.kda.chunk import Sequel, kda_chunk, kda_chunks
-from expertmesh.kernels.kda.types import CHUNK, KdaSpan
+from expertmesh.kernels.kda.types import CHUNK, KdaSave, KdaSpan
 
 QK_EPS = 1e-6
 # Scattered rows whose state is at most this large are gathered first: cheaper than a call each.
@@ -179,27 +179,37 @@ def kda_prefill(
     conv_state: Tensor,
     state: Tensor,
     spans: Sequence[tuple[int, int, int, int]],
+    saves: Sequence[KdaSave] = (),
 ) -> Tensor:
     """Many tokens per sequence. Returns float32 [T, H, D], zero outside the spans.
 
-    Spans are `KdaSpan`s or plain tuples of the same order. Every span is cut at absolute multiples
+    Spans are `KdaSpan`s or plain tuples of the same order; those of one slot follow each other.
+    saves: copies of its state in between. Every span is cut at absolute multiples
     of 64 and every chunk is computed as 64 rows (missing rows are exact no-ops), so a prefill cut
     at multiples of 64 is bit-identical to one in a single piece.
     """
     rows, heads, dim = z_THD.shape
     out_THD = torch.zeros(rows, heads, dim, dtype=torch.float32)
-    todo = [span for span in map(KdaSpan._make, spans) if span.row_end > span.row_begin]
+    kept = dict[int, list[KdaSave]]()
+    for save in saves:
+        kept.setdefault(save.after, []).append(save)
+    numbered = enumerate(map(KdaSpan._make, spans))
+    todo = [(number, span) for number, span in numbered if span.row_end > span.row_begin]
     if not todo:
         return out_THD
-    low, high = min(span.row_begin for span in todo), max(span.row_end for span in todo)
+    low, high = min(s.row_begin for _, s in todo), max(s.row_end for _, s in todo)
     y_TC = qkv_TC.new_zeros(high - low, qkv_TC.shape[1])
     sequels = []
-    for span in todo:
+    for number, span in todo:
         begin, end = span.row_begin - low, span.row_end - low
         y_TC[begin:end] = short_conv(
             qkv_TC[span.row_begin : span.row_end], conv_weight_CW, conv_state[span.slot]
         )
-        sequels.append(Sequel(begin, end, span.position % CHUNK, state[span.slot]))
+        following = kept.get(number, ())
+        for save in following:
+            save.conv.copy_(conv_state[span.slot])
+        copies = [save.state for save in following]
+        sequels.append(Sequel(begin, end, span.position % CHUNK, state[span.slot], copies))
     y_TND = y_TC.float().view(high - low, 3 * heads, dim)
     qk_TND = l2_normalise(y_TND[:, : 2 * heads])
     beta_THD = beta_TH[low:high].float().unsqueeze(-1).expand(high - low, heads, dim)

@@ -26,7 +26,7 @@ from expertmesh.kernels.kda.triton_common import (
     silu_as,
     stable_sigmoid,
 )
-from expertmesh.kernels.kda.types import CHUNK, KdaSpan
+from expertmesh.kernels.kda.types import CHUNK, KdaSave, KdaSpan, in_rounds
 from expertmesh.kernels.launch import blocks, dense_rows, launch, power_of_two, target
 
 WINDOW_COLUMNS = 512
@@ -218,26 +218,51 @@ def kda_prefill(
     conv_state: Tensor,
     state: Tensor,
     spans: Sequence[tuple[int, int, int, int]],
+    saves: Sequence[KdaSave] = (),
 ) -> Tensor:
-    """As `torch_ops.kda_prefill`, spans of distinct slots. Rows of qkv, z and beta and slots may
-    lie apart.
+    """As `torch_ops.kda_prefill`; rows of qkv, z and beta and slots may lie apart. Spans of one
+    slot are launched one after the other.
 
     Needs scratch memory while it runs: 26 D bytes per row and head with bfloat16 activations, 32 D
     with float32, and some 500 more.
     """
     rows, heads, dim = z_THD.shape
-    device, channels, width = z_THD.device, qkv_TC.shape[1], conv_weight_CW.shape[1]
-    out_THD = torch.empty(rows, heads, dim, dtype=torch.float32, device=device)
-    todo = [KdaSpan._make(span) for span in spans if span[2] > span[1]]
+    out_THD = torch.empty(rows, heads, dim, dtype=torch.float32, device=z_THD.device)
+    every = [KdaSpan._make(span) for span in spans]
+    todo = [span for span in every if span.row_end > span.row_begin]
     covered = 0
     for span in (*sorted(todo, key=lambda span: span.row_begin), KdaSpan(0, rows, rows, 0)):
         if span.row_begin > covered:
             out_THD[covered : span.row_begin].zero_()
         covered = span.row_end
-    if not todo:
-        return out_THD
+    inputs = tuple(map(dense_rows, (qkv_TC, z_THD.flatten(1), beta_TH)))
+    constants = conv_weight_CW, A_log_H, dt_bias_HD, lower_bound
+    for together, following in in_rounds(every, saves):
+        some = [span for span in together if span.row_end > span.row_begin]
+        if some:
+            _prefill(*inputs, *constants, conv_state, state, some, out_THD)
+        for slot, save in following:
+            save.conv.copy_(conv_state[slot])
+            save.state.copy_(state[slot])
+    return out_THD
 
-    z_TC, qkv_TC, beta_TH = map(dense_rows, (z_THD.flatten(1), qkv_TC, beta_TH))
+
+def _prefill(
+    qkv_TC: Tensor,
+    z_TC: Tensor,
+    beta_TH: Tensor,
+    conv_weight_CW: Tensor,
+    A_log_H: Tensor,
+    dt_bias_HD: Tensor,
+    lower_bound: float | None,
+    conv_state: Tensor,
+    state: Tensor,
+    todo: list[KdaSpan],
+    out_THD: Tensor,
+) -> None:
+    """Spans of distinct slots, into their rows of out."""
+    _, heads, dim = out_THD.shape
+    device, channels, width = z_TC.device, qkv_TC.shape[1], conv_weight_CW.shape[1]
     plan = plan_prefill(tuple(todo), device)
     count, block = plan.chunks.shape[0], max(16, power_of_two(dim))
     tiles = count * heads
@@ -291,7 +316,6 @@ def kda_prefill(
         num_warps=4,
     )
     _delta_rule(y, gates, scales, plan, state, out_THD)
-    return out_THD
 
 
 def _delta_rule(
