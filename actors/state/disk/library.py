@@ -96,6 +96,11 @@ class Library:
                 best = Found(shelf.path, entry)
         return best
 
+    def ours(self, name: Name) -> Entry | None:
+        """Where new records go, and not in an adopted folder."""
+        entry = self.primary.index.entries.get(name)
+        return None if entry is None or spot(entry.place) in self.dead else entry
+
     def touch(self, entry: Entry) -> None:
         """An item was written or read: its segment is the last to be evicted. Any thread."""
         for index in self.indexes:

@@ -16,7 +16,7 @@ from expertmesh.actors.state.disk.index import Spot, spot
 from expertmesh.actors.state.disk.library import Found, Library
 from expertmesh.actors.state.disk.manifest import Entry, Op
 from expertmesh.actors.state.disk.reader import Allocate, Reader
-from expertmesh.actors.state.disk.record import Record, encode, record_bytes
+from expertmesh.actors.state.disk.record import Place, Record, encode, record_bytes
 from expertmesh.actors.state.disk.seal import Seal
 from expertmesh.actors.state.disk.space import Space, Victim, segment_size, victim
 from expertmesh.actors.state.item import Header, Kind, Name
@@ -25,6 +25,7 @@ from expertmesh.actors.state.stats import TierStats
 # After the file system was full, below the cap, and one eviction did not help: nothing is tried
 # for so long. Whoever else fills the disk then costs us a segment per pause and not all at once.
 FULL_PAUSE_S = 30.0
+NOWHERE = Place(0, 0, 0)
 
 
 class DiskLog:
@@ -105,9 +106,10 @@ class DiskLog:
             return False
         if self._clock() < self._full_until:
             raise DiskFull(f"no room was left a moment ago, under {self._library.root}")
+        entry = self._entry(header, raw_bytes, pinned)
         for last in (False, True):
             try:
-                self._write(header, codec, raw_bytes, payload, pinned, spare=False)
+                self._write(header, codec, payload, entry, spare=False)
                 break
             except DiskFull as error:
                 beyond_us = isinstance(error.__cause__, OSError)
@@ -128,39 +130,25 @@ class DiskLog:
             return True
         return self.has(name) and not (pinned and self.pin([name]))
 
+    def _entry(self, header: Header, raw_bytes: int, pinned: bool) -> Entry:
+        """Of a new item, without its place. It keeps the pin of what it replaces, and is newer."""
+        name, stamp = header.name, time.time_ns()
+        found, waiting = self._library.find(name), self._writer.pending.get(name)
+        for before in (found.entry if found else None, waiting):
+            if before is not None:
+                stamp, pinned = max(stamp, before.stamp + 1), pinned or before.pinned
+        return Entry(Op.PUT, name, NOWHERE, raw_bytes, header.position, stamp, pinned)
+
     def _write(
-        self,
-        header: Header,
-        codec: str,
-        raw_bytes: int,
-        payload: Sequence[Buffer],
-        pinned: bool,
-        spare: bool,
+        self, header: Header, codec: str, payload: Sequence[Buffer], entry: Entry, spare: bool
     ) -> None:
         began = time.perf_counter()
         nbytes = record_bytes(header, payload, self._seal)
         self._make_room(nbytes, spare)
         place = self._writer.next_place(nbytes)
-        entry = Entry(
-            Op.PUT,
-            header.name,
-            place,
-            raw_bytes,
-            header.position,
-            time.time_ns(),
-            pinned,
-        )
-        for before in self._before(header.name):
-            newer = max(entry.stamp, before.stamp + 1)
-            entry = entry._replace(stamp=newer, pinned=entry.pinned or before.pinned)
-        buffers = encode(header, codec, raw_bytes, payload, place, self._seal)
-        self._writer.append(entry, buffers)
+        buffers = encode(header, codec, entry.raw_bytes, payload, place, self._seal)
+        self._writer.append(entry._replace(place=place), buffers)
         self._counters.wrote(1, nbytes, time.perf_counter() - began)
-
-    def _before(self, name: Name) -> list[Entry]:
-        """What a new item of this name replaces, and whose pin it therefore keeps."""
-        found, waiting = self._library.find(name), self._writer.pending.get(name)
-        return [*([found.entry] if found else []), *([waiting] if waiting else [])]
 
     def _make_room(self, nbytes: int, spare: bool) -> None:
         """A segment in which the next record fits, under the cap. Raises DiskFull."""
@@ -204,17 +192,21 @@ class DiskLog:
         return True
 
     def _copy(self, found: Victim, name: Name) -> bool:
-        """Whether a pinned record outlives its segment."""
-        if name in self._writer.pending:
-            return True
+        """Whether a pinned record outlives its segment. It stays as old as it is: of a session,
+        another replica may have a newer version."""
         entry = found.writer.index.entries[name]
-        if found.writer is not self._writer and not self.pin([name]):
+        waiting = self._writer.pending.get(name)
+        ours = waiting or self._library.ours(name)
+        if ours is not None and ours != entry and ours.stamp >= entry.stamp:
+            if waiting is not None:
+                self._writer.pending[name] = waiting._replace(pinned=True)
+            elif not ours.pinned:
+                self._writer.log(ours._replace(op=Op.PIN))
             return True
         record = self._reader.verify(Found(found.writer.path, entry))
         if record is None:
             return False
-        payload = [record.payload]
-        self._write(record.header, record.codec, record.raw_bytes, payload, True, spare=True)
+        self._write(record.header, record.codec, [record.payload], entry, spare=True)
         self._copies.add(spot(self._writer.pending[name].place))
         return True
 

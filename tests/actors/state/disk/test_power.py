@@ -11,7 +11,7 @@ import xxhash
 
 from expertmesh.actors.state.disk import log as log_module
 from expertmesh.actors.state.disk import record
-from tests.actors.state.disk.crashes import Crashes
+from tests.actors.state.disk.crashes import APART, Crashes
 from tests.actors.state.disk.simulated import Disk, SimulatedFiles
 from tests.actors.state.disk.workload import Corrupt, Lost, Workload, open_log
 
@@ -50,17 +50,35 @@ def test_cut_off_again_while_it_recovers() -> None:
     assert points > 60
 
 
-def test_goes_on_where_it_was_cut_off() -> None:
-    """Twenty lives of one disk, each ended by a power failure."""
-    workload, disk, rng = Workload(6), Disk(), random.Random(6)
-    for _ in range(20):
-        log = open_log(SimulatedFiles(disk))
-        workload.verify(log)
-        workload.forget_unacknowledged(log)
-        for _ in range(rng.randrange(30)):
-            workload.step(log)
+@pytest.mark.parametrize("evicting", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_goes_on_where_it_was_cut_off(replicas: int, evicting: bool) -> None:
+    """Twelve lives of one disk, each ended by a power failure. What a replica has left that does
+    not come back in the next life is continued by the other one."""
+    lives(seed=6, count=12, replicas=replicas, evicting=evicting)
+
+
+def lives(seed: int, count: int, replicas: int, evicting: bool) -> None:
+    workloads = [Workload(seed + i, first=APART * i) for i in range(replicas)]
+    disk, rng = Disk(), random.Random(seed)
+    for _ in range(count):
+        locks: set[Path] = set()
+        logs = []
+        for _ in range(rng.randint(1, replicas)):
+            files = SimulatedFiles(disk)
+            files.locks = locks
+            logs.append(open_log(files, segments=8 if evicting else 64))
+        for number, workload in enumerate(workloads):
+            log = logs[number % len(logs)]
+            workload.peers = [] if len(logs) > 1 else [w for w in workloads if w is not workload]
+            workload.verify(log, evicting)
+            workload.forget_unacknowledged(log)
+        for _ in range(rng.randrange(40)):
+            for number, workload in enumerate(workloads):
+                workload.step(logs[number % len(logs)])
+            rng.choice(logs).refresh()
         disk = disk.after_power_failure(rng)
-    assert len(workload.promised) > 50
+    assert all(workload.promised for workload in workloads)
 
 
 class Lying(SimulatedFiles):

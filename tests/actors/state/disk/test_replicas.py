@@ -200,6 +200,34 @@ def test_room_is_taken_from_the_dead_first() -> None:
     assert len(set(range(20)) & set(pages(two))) < 20
 
 
+def test_what_the_dead_have_pinned_is_copied_before_their_room_is_taken() -> None:
+    node = Node(segments=8)
+    one, two = node.start(), node.start()
+    put(one, *range(20))
+    put(one, 50, 51, pinned=True)
+    put(one, *range(20, 30))
+    put(two, 50)
+    node.locks.discard(ROOT / "writer-00000001" / "lock")
+    for number in range(100, 200):
+        put(two, number)
+    assert {50, 51} <= set(pages(two)) and not set(range(30)) & set(pages(two))
+    assert two.read(name(50)) is not None and two.read(name(51)) is not None
+    assert two.stats().pinned == 2
+
+
+def test_an_old_version_of_a_session_stays_old_when_it_is_copied() -> None:
+    node = Node(segments=16)
+    one, two = node.start(), node.start()
+    for log, position in ((one, 900), (two, 100)):
+        log.refresh()
+        log.append(header(1, Kind.SESSION, position), "raw", 5, [b"bytes"], pinned=True)
+        log.sync()
+    put(one, *range(200))
+    assert one.stats().evictions > 100
+    one.refresh()
+    assert one.positions(Kind.SESSION) == {header(1, Kind.SESSION).name: 100}
+
+
 def test_one_that_has_more_than_a_share_makes_room() -> None:
     node = Node(segments=12)
     one = node.start()

@@ -73,7 +73,7 @@ class Workload:
     """promised: position of what the log has acknowledged and must have; pinned: the part of it
     that eviction must not take. told: everything that was ever appended. tell: called before each
     promise is taken back or asked for, and after it was given. first: the lowest number that its
-    items have."""
+    items have. peers: those that use the same log."""
 
     def __init__(self, seed: int, pin_share: float = 0.3, first: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -82,6 +82,7 @@ class Workload:
         self.told: set[Name] = set()
         self._waiting: dict[Name, list[tuple[int, bool]]] = {}
         self.refused = 0
+        self.peers: list[Workload] = []
         self.tell: Callable[[], None] | None = None
         self._pin_share = pin_share
         self._first = self._number = first
@@ -133,6 +134,11 @@ class Workload:
 
     def sync(self, log: DiskLog) -> None:
         done = set(log.sync())
+        for workload in (self, *self.peers):
+            workload._heard(done)
+        self._say()
+
+    def _heard(self, done: set[Name]) -> None:
         for name, waiting in self._waiting.items():
             known = name in self.promised and name.kind is not Kind.SESSION
             if waiting and (name in done or known):
@@ -140,7 +146,6 @@ class Workload:
                 if pinned:
                     self.pinned.add(name)
         self._waiting.clear()
-        self._say()
 
     def _say(self) -> None:
         if self.tell is not None:
