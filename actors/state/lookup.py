@@ -56,6 +56,7 @@ class Lookup:
         missing = [name for name in start.names if not self.device.has(name)]
         if missing:
             prefix.fetch = self.store.fetch(missing, self.settings.read_timeout_s)
+            prefix.asked_at = time.monotonic()
             self._fetching[seq.number] = prefix
             self._count.loads += 1
 
@@ -93,10 +94,12 @@ class Lookup:
         prefix = seq.prefix
         assert prefix.fetch is not None
         items = prefix.fetch.items
+        if prefix.looked:  # else it was only a look at the disk
+            self._count.load_seconds += time.monotonic() - prefix.asked_at
         if items and all(i.exact and prefix.fits(i.header, seq.tokens) for i in items):
             prefix.loaded = {item.header.name: item for item in items}
             return
-        self._count.loads_failed += prefix.looked  # else it was only a look at the disk
+        self._count.loads_failed += prefix.looked
         prefix.let_go()
 
     def stop(self, seq: Owner) -> None:

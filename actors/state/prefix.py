@@ -51,9 +51,10 @@ class Prefix:
     due. saving: those of the step under way, with their place. junction: where it parts from what
     was known. rungs: those of the ladder that it has left. saved_at: position of the last state
     that a loss of this process leaves. checkpoints: names of snapshots that only this sequence
-    uses. start, shared: where it begins, and the pages that it reads for that. fetch, loaded: what
-    comes and has come from lower tiers. noted, looked: whether the disk was looked at anew, and
-    whether the tiers were asked. hit: tokens of the prompt that the first start did not compute.
+    uses. start, shared: where it begins, and the pages that it reads for that. fetch, asked_at,
+    loaded: what comes from lower tiers, since when, and what has come. noted, looked: whether the
+    disk was looked at anew, and whether the tiers were asked. hit: tokens of the prompt that the
+    first start did not compute.
     """
 
     root: bytes
@@ -71,6 +72,7 @@ class Prefix:
     start: Start = NOWHERE
     shared: list[int] = field(default_factory=list)
     fetch: Fetch | None = None
+    asked_at: float = 0.0
     noted: bool = False
     looked: bool = False
     loaded: dict[Name, Loaded] = field(default_factory=dict)
