@@ -17,12 +17,15 @@ NAMES = (
     "ledger",
     "masks",
     "compare",
+    "state_certificates",
     "state_schedules",
     "state_isolation",
     "state_economy",
     "state_codecs",
     "state_crash",
     "state_sessions",
+    "state_liveness",
+    "state_restore",
 )
 
 

@@ -192,6 +192,7 @@ class Loads:
             if entry is not None and self.serves(entry, fetch.exact):
                 self._hold(fetch, entry)
                 host_loads.append(Loading(name, [(fetch, at)], entry))
+                fetch.loading.append(host_loads[-1])
                 continue
             load = self._disk_loads.get(name)
             if load is None:
@@ -200,7 +201,7 @@ class Loads:
                 load = self._disk_loads[name] = Loading(name, [])
             load.waiters.append((fetch, at))
             disk_loads.append(load)
-        fetch.loading = [*host_loads, *disk_loads]
+            fetch.loading.append(load)  # at once: what ends early must let go of it, too
         if disk_loads and (reason := self._admit(fetch, disk_loads)):
             return reason
         self._turns["host"].add(fetch, host_loads)

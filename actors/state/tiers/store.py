@@ -171,6 +171,14 @@ class TieredStore:
                 self._writer.look(fetch)
             return fetch
 
+    @property
+    def in_use(self) -> tuple[int, int, int]:
+        """Fetches under way, items held by fetches, bytes that reads may take: zero when nobody
+        wants anything."""
+        with self._lock:
+            held = sum(entry.holders for entry in self._host.entries.values())
+            return self._loads.active, held, self._loads.reserved
+
     def stats(self) -> StoreStats:
         with self._lock:
             host = self._host.stats()

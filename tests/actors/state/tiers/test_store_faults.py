@@ -279,3 +279,21 @@ def test_reads_take_no_more_host_memory_than_there_is(
     second.cancel()
     large = finished(store.fetch(names([*items[0], *items[1]]), 20.0))
     assert large.items is not None  # alone it always has room
+
+
+def test_a_fetch_that_is_refused_lets_go_of_loads_it_shares(
+    open_store: Open, on_disk: OnDisk
+) -> None:
+    disk = FakeDisk()
+    items = pages("a", 2)
+    on_disk(disk, items)
+    store = open_store(disk)
+    disk.reading.clear()
+    first = store.fetch(names(items), 20.0)
+    refused = store.fetch([*names(items), page("nowhere", 0).header.name], 20.0)
+    assert refused.done and refused.reason == "missing"
+    disk.reading.set()
+    loaded = finished(first).items
+    assert loaded is not None and all(map(same, items, loaded))
+    first.cancel()
+    assert store.in_use == (0, 0, 0)

@@ -1,0 +1,142 @@
+"""What loads of pages cost beside a plain copy and a plain read of the same bytes (kv-state G5)."""
+
+import os
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from expertmesh.actors.state.disk.log import DiskLog
+from expertmesh.actors.state.item import Item, StateLayout
+from expertmesh.actors.state.settings import StateSettings
+from expertmesh.actors.state.tiers.store import TieredStore
+from tests.support.tiers import finished, names, page, press
+
+# 12 of K3's 24 MLA layers: 0.9 MB per page, and a snapshot that nobody loads here.
+LAYOUT = StateLayout(page=(12, 64, 576), kda=(1, 1, 8, 8), conv=(1, 3, 24), dtype=torch.bfloat16)
+
+
+def restore_bandwidth(count: int = 96, trials: int = 5) -> dict[str, Any]:
+    """GB/s of unpacked bytes, medians: fetch, verification and the copy of every layer to where the
+    forward pass reads it, from host memory and from disk (its page cache dropped before); the same
+    bytes copied, and the same files read into reused memory and copied."""
+    items = [page("restore", at, layout=LAYOUT) for at in range(count)]
+    nbytes = sum(item.nbytes for item in items)
+    out = torch.zeros((count, *LAYOUT.page), dtype=LAYOUT.dtype)
+    result: dict[str, Any] = {"megabytes": round(nbytes / 1e6, 1)}
+    for codec in ("raw", "lossless"):
+        result[codec] = _of_codec(codec, items, out, nbytes, trials)
+    return result
+
+
+def _of_codec(
+    codec: str, items: Sequence[Item], out: torch.Tensor, nbytes: int, trials: int
+) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:  # no file system in memory
+        folder = Path(name)
+        settings = StateSettings.model_validate({"host_bytes": 2 * nbytes, "codec": codec})
+        store = TieredStore(LAYOUT, settings, disk=_open(folder, nbytes))
+        for item in items:
+            press(store, item, durable=True)
+        assert finished(store.flush()).items == []
+        warm = [_restore(store, items, out) for _ in range(trials)]
+        store.close()
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        cold, plain = [], []
+        for _ in range(trials):
+            _forget(files)
+            store = TieredStore(LAYOUT, settings, disk=_open(folder, nbytes))
+            cold.append(_restore(store, items, out))
+            read = store.stats().disk.read_bytes
+            store.close()
+            _forget(files)
+            plain.append(_read_and_copy(files, read, items, out))
+        copies = [_copy(items, out) for _ in range(trials)]
+    speeds = {
+        name: nbytes / 1e9 / median(seconds)
+        for name, seconds in (
+            ("memcpy", copies), ("host", [t for t, _ in warm]),
+            ("pread", plain), ("disk", [t for t, _ in cold]),
+        )
+    }  # fmt: skip
+    return {
+        **{f"{name}_gb_per_s": round(speed, 3) for name, speed in speeds.items()},
+        "host_of_memcpy": round(speeds["host"] / speeds["memcpy"], 3),
+        "disk_of_pread": round(speeds["disk"] / speeds["pread"], 3),
+        "verify_share_of_host": round(median(v / t for t, v in warm), 4),
+        "verify_share_of_disk": round(median(v / t for t, v in cold), 4),
+    }
+
+
+def _open(folder: Path, nbytes: int) -> DiskLog:
+    return DiskLog.open(folder, capacity=max(4 * nbytes, 64 << 20), layout=LAYOUT.fingerprint)
+
+
+def _restore(store: TieredStore, items: Sequence[Item], out: torch.Tensor) -> tuple[float, float]:
+    """Seconds in all, and of hashing. As the engine does it: what is there is copied by layer."""
+    out.fill_(float("nan"))
+    begun = time.perf_counter()
+    fetch = store.fetch(names(items), 60.0)
+    while not fetch.done:
+        time.sleep(0.0001)
+    found = fetch.items
+    assert found is not None, fetch.reason
+    for at, item in enumerate(found):
+        for layer in range(LAYOUT.page[0]):
+            item.layer(0, layer, out[at, layer])
+    seconds = time.perf_counter() - begun
+    assert all(torch.equal(out[at], item.parts[0]) for at, item in enumerate(items))
+    verify_s = fetch.verify_seconds
+    fetch.cancel()
+    return seconds, verify_s
+
+
+def _copy(items: Sequence[Item], out: torch.Tensor) -> float:
+    begun = time.perf_counter()
+    for at, item in enumerate(items):
+        for layer in range(LAYOUT.page[0]):
+            out[at, layer].copy_(item.parts[0][layer])
+    return time.perf_counter() - begun
+
+
+def _read_and_copy(
+    files: Sequence[Path], nbytes: int, items: Sequence[Item], out: torch.Tensor
+) -> float:
+    """So many bytes of the same files, a record's size at a time into one buffer, and then to their
+    place."""
+    size = nbytes // len(items)
+    buffer, flat = np.zeros(size, np.uint8), out.view(torch.uint8).view(len(items), -1).numpy()
+    begun, done = time.perf_counter(), 0
+    for path in sorted(files, key=lambda path: -path.stat().st_size):
+        handle = os.open(path, os.O_RDONLY)
+        for offset in range(0, path.stat().st_size, size):
+            if done == len(items):
+                break
+            got = os.preadv(handle, [memoryview(buffer)], offset)
+            flat[done, :got] = buffer[:got][: flat.shape[1]]
+            done += 1
+        os.close(handle)
+    return time.perf_counter() - begun
+
+
+def _forget(files: Sequence[Path]) -> None:
+    """Out of the page cache."""
+    for path in files:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def main(arguments: list[str]) -> dict[str, Any]:
+    parser = ArgumentParser(prog="state_restore", description=__doc__)
+    parser.add_argument("--pages", type=int, default=96)
+    parser.add_argument("--trials", type=int, default=5)
+    options = parser.parse_args(arguments)
+    return restore_bandwidth(options.pages, options.trials)
