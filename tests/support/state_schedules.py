@@ -361,13 +361,16 @@ class World:
             del self.past[:-16]
 
     def _paths(self, each: Asked) -> list[tuple[Piece, ...]]:
-        """How the prompt may have been computed, by what was cached of it: from where its session
-        stood after one of its turns, or all at once. On the grid both may be."""
+        """How the prompt may have been computed, by what was cached of it: all at once, or from
+        where its session stood after one of its turns. On the grid that state may be behind what
+        was cached: others have gone on from there with the same tokens."""
         prompt, paths = each.request.prompt_ids, list[tuple[Piece, ...]]()
+        on_grid = each.cached % PAGE_TOKENS == 0
         for stood in each.stood:
-            if sum(len(piece.tokens) for piece in stood) == each.cached:
-                paths.append((*stood, Piece("prompt", tuple(prompt[each.cached :]))))
-        if each.cached % PAGE_TOKENS == 0:
+            at = sum(len(piece.tokens) for piece in stood)
+            if at == each.cached or (on_grid and at < each.cached):
+                paths.append((*stood, Piece("prompt", tuple(prompt[at:]))))
+        if on_grid:
             paths.append((Piece("prompt", tuple(prompt)),))
         if not paths:
             raise Mismatch(f"{each.request}: {each.cached} tokens are nobody's state")
