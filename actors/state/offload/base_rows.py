@@ -34,7 +34,7 @@ class BaseRows:
 
     def add(self, rows_TC: Tensor) -> None:
         """The rows of one more page, [64, C]."""
-        base, _ = quantized.encode(rows_TC.cpu(), int(self.bits))
+        base, _ = quantized.encode_base(rows_TC.cpu(), int(self.bits))
         self._blobs.append(base)
         self.pages += 1
 
@@ -42,7 +42,7 @@ class BaseRows:
         """|s - scale q . estimate| <= scale |q| |row - estimate| (kv-state 3.3 e)."""
         length_H1 = q_HC.norm(dim=1, keepdim=True) * scale
         scores, slacks = [], []
-        for rows_TC, errors_T in self._groups():
+        for rows_TC, errors_T in self.groups():
             scores.append(q_HC @ rows_TC.t() * scale)
             slacks.append(length_H1 * errors_T)
         return Scored(torch.cat(scores, dim=1), torch.cat(slacks, dim=1))
@@ -50,7 +50,7 @@ class BaseRows:
     def weighted_sum(self, weights_HT: Tensor) -> Tensor:
         """sum_t weight_t * (estimate of row t), float32 [H, C]."""
         total, at = weights_HT.new_zeros(weights_HT.shape[0], self._width), 0
-        for rows_TC, _ in self._groups():
+        for rows_TC, _ in self.groups():
             total += weights_HT[:, at : at + len(rows_TC)] @ rows_TC
             at += len(rows_TC)
         return total
@@ -59,7 +59,7 @@ class BaseRows:
         """How far each token's estimated value may be from a head's output, |v - out| [H, T], and
         the bounds on the errors of the rows [T]."""
         distances, errors = [], []
-        for rows_TC, errors_T in self._groups():
+        for rows_TC, errors_T in self.groups():
             values_TR = rows_TC[:, : out_HR.shape[1]]
             near_HT = torch.cdist(out_HR, values_TR)
             # A difference of large squares: short by so much at most.
@@ -68,7 +68,7 @@ class BaseRows:
             errors.append(errors_T)
         return torch.cat(distances, dim=1), torch.cat(errors)
 
-    def _groups(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def groups(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(estimates float32 [T, C], error bounds float32 [T]) of some pages at a time."""
         for i in range(0, self.pages, GROUP_PAGES):
             opened = [
