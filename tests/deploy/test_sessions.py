@@ -5,20 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from expertmesh.actors.state.session_messages import (
-    Problem,
-    ResumeReport,
-    SessionAnswer,
-    SessionCall,
-    SessionView,
-    SuspendReport,
-)
+from expertmesh.actors.state.session_messages import Problem, SessionAnswer, SessionCall
 from expertmesh.deploy.auth.keys import hash_key
 from expertmesh.deploy.cli import app as cli
 from expertmesh.deploy.edge_settings import EdgeSettings
@@ -31,43 +23,7 @@ from expertmesh.deploy.replica_sessions import ask_replicas
 from tests.support.door import Door, envelope
 from tests.support.fake_client import FakeEngineClient
 from tests.support.http_server import http_server
-
-
-def view(session: str = "s", version: int = 1, **fields: Any) -> SessionView:
-    return SessionView(
-        session_id=session, status="active", tokens=150, position=149, pages=3, kv_mode="exact",
-        seed=7, created=1000.5, used=2000.5, expires=3000.5, version=version, **fields,
-    )  # fmt: skip
-
-
-def answering(call: SessionCall) -> SessionAnswer:
-    if call.verb == "list":
-        older = msgspec.structs.replace(view("old"), used=1500.0)
-        return SessionAnswer(views=[older, view("s")])
-    if call.verb == "show":
-        return SessionAnswer(view=view(call.session, resident={"hot": 10, "disk": 20}, missing=1))
-    if call.verb == "suspend":
-        report = SuspendReport(
-            session_id=call.session, tokens=150, pages=3, bytes=12_000_000, seconds=0.5
-        )
-        return SessionAnswer(suspended=report)
-    if call.verb == "resume":
-        lost = call.session == "lost"
-        return SessionAnswer(
-            resumed=ResumeReport(
-                session_id=call.session,
-                restored_tokens=0 if lost else 149,
-                recomputed_tokens=149 if lost else 0,
-                tier="" if lost else "disk",
-                bytes=0 if lost else 12_000_000,
-                load_ms=3.25,
-                verify_ms=0.5,
-                reason="its state could not be read" if lost else "",
-            )
-        )
-    if call.verb == "fork":
-        return SessionAnswer(view=view(call.target))
-    return SessionAnswer(deleted=call.session)
+from tests.support.session_answers import answering, view
 
 
 @pytest.fixture

@@ -60,6 +60,10 @@ OPERATIONS = [
     ("/mesh/scale", "POST", 40, 40),
     ("/mesh/routing/record", "POST", 20, 20),
     ("/mesh/rebalance", "POST", 20, 20),
+    ("/v1/sessions/{session_id}", "GET", 20, 0),
+    ("/v1/sessions/{session_id}", "DELETE", 20, 0),
+    ("/v1/sessions/{session_id}/resume", "POST", 20, 20),
+    ("/v1/sessions/{session_id}/fork", "POST", 20, 20),
 ]
 
 

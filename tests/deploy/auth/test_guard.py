@@ -20,6 +20,7 @@ from tests.deploy.auth.conftest import KEY, TOKEN, Serve, bearer
 from tests.deploy.test_admin import FakeControl
 from tests.support.door import Door, envelope
 from tests.support.fake_client import FakeEngineClient
+from tests.support.session_answers import answering
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 BASIC = httpx.BasicAuth("anyone", KEY)
@@ -27,7 +28,9 @@ BASIC = httpx.BasicAuth("anyone", KEY)
 
 @pytest.fixture(scope="module")
 def door(serve: Serve) -> Iterator[Door]:
-    with serve(Admin(FakeControl())) as door:
+    client = FakeEngineClient()
+    client.answer = answering
+    with serve(Admin(FakeControl()), client) as door:
         yield door
 
 
@@ -39,7 +42,8 @@ def routes(served: ServedModel) -> list[tuple[str, str]]:
     for route in app.routes:
         path = getattr(route, "path", "")
         methods = route.methods if isinstance(route, APIRoute) else {"GET"}
-        found += [(method, path.replace("{model_id:path}", "tiny")) for method in methods]
+        path = path.replace("{model_id:path}", "tiny").replace("{session_id}", "s")
+        found += [(method, path) for method in methods]
     assert ("POST", "/v1/chat/completions") in found and len(found) > 12
     return sorted(found)
 
