@@ -5,6 +5,7 @@ several processes. Every logits row that a token is drawn from is compared with 
 by bit (kv-state 5, G1). A failing schedule is named by its world and number.
 """
 
+import sys
 import tempfile
 import traceback
 from argparse import ArgumentParser
@@ -65,6 +66,9 @@ def main(arguments: list[str]) -> dict[str, Any]:
             counts, failed = done.result()
             total = Counts(**{k: v + getattr(total, k) for k, v in asdict(counts).items()})
             failures += failed
+            if total.schedules % 1000 < options.each:
+                shown = f"{total.schedules} schedules, {total.mismatches} mismatches"
+                print(f"{perf_counter() - start:.0f} s: {shown}", file=sys.stderr, flush=True)
     return {
         **asdict(total),
         # With none seen in n, the rate is below 3 / n with 95 % confidence.

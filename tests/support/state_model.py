@@ -14,10 +14,14 @@ import torch
 
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.model.forward import EagerRunner
+from expertmesh.actors.model.graphs import GraphRunner
 from expertmesh.actors.model.model import Model
 from expertmesh.actors.state.model_state import ModelState
 from expertmesh.actors.state.settings import StateSettings
 from tests.support.checkpoints import write_checkpoint
+from tests.support.graph_tape import Tape
+from tests.support.padded_kernels import padded_torch
 from tests.support.runner import Runner
 
 VOCAB = 64
@@ -33,8 +37,12 @@ SIZES: dict[str, Any] = {
 
 
 @cache
-def small_model(layers: int = 4, *, experts: bool = False, seed: int = 0) -> Runner:
-    """layers: every second one is MLA. experts: in every layer but the first."""
+def small_model(
+    layers: int = 4, *, experts: bool = False, graphs: bool = False, seed: int = 0
+) -> Runner:
+    """layers: every second one is MLA. experts: in every layer but the first. graphs: decode passes
+    are recorded, with the same bits."""
+    tape = Tape()
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(
             Path(folder), num_hidden_layers=layers, seed=seed, shards=1,
@@ -43,7 +51,12 @@ def small_model(layers: int = 4, *, experts: bool = False, seed: int = 0) -> Run
                                 "full_attn_layers": list(range(2, layers + 1, 2))},
             **SIZES,
         )  # fmt: skip
-        return Runner(Path(folder), slots=1, pages_each=1)
+        kernels = padded_torch(tape.opaque) if graphs else None
+        runner = Runner(Path(folder), slots=1, pages_each=1, kernels=kernels)
+    if graphs:
+        model = runner.model
+        model.runner = GraphRunner(model, EagerRunner(model, model.uploads), tape)
+    return runner
 
 
 def poison(state: ModelState) -> None:

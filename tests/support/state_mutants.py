@@ -173,6 +173,14 @@ def loads_not_waited_for(patch: MonkeyPatch) -> None:
     patch.setattr(StateCache, "arrived", ended)
 
 
+def graphs_do_not_wait(patch: MonkeyPatch) -> None:
+    """As above, for passes that are replayed."""
+    wait = ModelState.wait
+    loads_not_waited_for(patch)
+    patch.setattr(ModelState, "wait", wait)
+    patch.setattr(ModelState, "arrive", lambda self: None)
+
+
 def begins_where_it_once_could(patch: MonkeyPatch) -> None:
     """The first answer to where it can begin is kept, whatever is evicted meanwhile."""
     here = Lookup.here

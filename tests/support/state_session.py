@@ -88,5 +88,5 @@ class Session:
             check(self.tap, self.requests[name], self.answers[name])
 
 
-def session(store: MemoryStore | None = None, **sizes: Any) -> Session:
-    return Session(cached(small_model(), store=store, **sizes), store)
+def session(store: MemoryStore | None = None, graphs: bool = False, **sizes: Any) -> Session:
+    return Session(cached(small_model(graphs=graphs), store=store, **sizes), store)

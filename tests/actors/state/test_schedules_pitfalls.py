@@ -105,6 +105,18 @@ def preempted_while_loading() -> None:
     one.store.check()
 
 
+def replayed_right_after_a_load() -> None:
+    """A sequence goes on from its checkpoint; its first step is nothing but decode rows."""
+    one = session(MemoryStore(), graphs=True, state={"checkpoint_tokens": 64})
+    one.submit("r", ids(45, 100), 40)
+    one.step(35)
+    one.engine.scheduler.preempt(one.engine.scheduler.running[0])
+    one.engine.cache.evict()
+    one.finish()
+    one.check_all()
+    assert one.engine.stats().recomputed_tokens < 20
+
+
 def evicted_while_waiting() -> None:
     one = session(slots=1)
     one.ask("first", ids(18, 300), 1)
@@ -282,6 +294,7 @@ PITFALLS = [
     Pitfall("vllm-51094", lengths_around_a_page, mutants.nothing_left_to_compute),
     Pitfall("vllm-34587", warm_equals_cold, mutants.saved_at_the_end_of_the_chunk),
     Pitfall("vllm-45704", warm_from_below, mutants.loads_not_waited_for),
+    Pitfall("graphs", replayed_right_after_a_load, mutants.graphs_do_not_wait),
     Pitfall("vllm-46014", preempted_while_loading, mutants.stored_without_a_copy),
     Pitfall("vllm-46453", evicted_while_waiting, mutants.begins_where_it_once_could),
     Pitfall("vllm-49176", loads_that_always_fail, mutants.keeps_believing_in_a_load),
