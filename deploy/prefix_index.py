@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 
 from expertmesh.actors.attention.messages import GenerateRequest
 from expertmesh.actors.model.batch import PAGE_TOKENS
@@ -22,6 +22,8 @@ MOST_PAGES = 512
 # A popular prefix is known in several places; more of them would only make entries larger.
 MOST_HOLDERS = 8
 FORGET_SECONDS = 3600.0
+# More than there ever are at a time, those that have left included.
+MOST_REPLICAS = 4096
 # So many requests more than the least busy replica may one have for the sake of its cache: as a
 # number, and as a share of what the least busy one has. Beyond that load is spread.
 SLACK_REQUESTS = 4
@@ -33,7 +35,8 @@ Why = Literal["session", "prefix", "spread", "load"]
 
 
 class Replica(Protocol):
-    """holder: a name that no other process ever has. requests: those it has from here."""
+    """holder: a name that no other process ever has. running: requests that it has from this front
+    door. load: how much it has to do, in running requests."""
 
     @property
     def holder(self) -> str: ...
@@ -71,6 +74,10 @@ class PrefixIndex:
     """Bounded in entries and in age. Lives on one event loop."""
 
     def __init__(self, entries: int = ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:
+        # By holder, when it was last given a request: of equals the one that has waited longest, or
+        # a quiet server would fill one cache and leave the others empty.
+        self._given: LRUCache[str, int] = LRUCache(MOST_REPLICAS)
+        self._turn = 0
         # Holders by key, the latest first.
         self._holders: TTLCache[bytes, tuple[str, ...]] = TTLCache(
             entries, FORGET_SECONDS, timer=clock
@@ -92,8 +99,9 @@ class PrefixIndex:
         bound = _bound(min(link.running for link in links))
         near = [link for link in links if link.running <= bound]
 
-        def cost(link: Link) -> float:
-            return link.load - known.get(link.holder, 0) / TOKENS_PER_REQUEST
+        def cost(link: Link) -> tuple[float, int]:
+            saved = known.get(link.holder, 0) / TOKENS_PER_REQUEST
+            return link.load - saved, self._given.get(link.holder, 0)
 
         best = min(near, key=cost)
         tokens = known.get(best.holder, 0)
@@ -109,6 +117,8 @@ class PrefixIndex:
     def placed(self, route: Route, holder: str) -> None:
         """The request goes to the replica, which will have its prompt's state: others that come
         meanwhile do best to wait for that."""
+        self._turn += 1
+        self._given[holder] = self._turn
         # From the end on: what is looked up first must be what is forgotten last.
         for key in reversed(route.pages):
             self._add(key, holder)

@@ -123,6 +123,17 @@ class TestChoice:
         self.place(asking(ids), "gone")
         assert self.choose(asking(ids)) == ("a", 0, "load")
 
+    def test_of_equals_the_one_that_has_waited_longest(self) -> None:
+        """Prompts that come one by one must not all fill the first one's cache."""
+        links = [Link(name) for name in "abc"]
+        found = []
+        for seed in range(6):
+            route = self.index.route(asking(text(seed, PAGE + 1)))
+            link = self.index.choose(links, route).link
+            self.index.placed(route, link.holder)
+            found.append(link.holder)
+        assert found == ["a", "b", "c"] * 2
+
 
 class TestBounds:
     def test_entries(self) -> None:
