@@ -30,9 +30,10 @@ from tests.support.slow_disk import SlowDisk, Weather
 from tests.support.tiers import LAYOUT, FakeClock, names, pages, same, snapshot, until
 
 DEADLINE_S = 2.0  # of every fetch, on the store's clock
-OPERATION_S = 0.0005  # by which an operation moves it
-SESSIONS, PAGES = 300, 8
+OPERATION_S = 0.002  # by which an operation moves it
+SESSIONS, PAGES = 400, 4
 OUTSTANDING = 12  # fetches at a time
+WEATHER = 5000  # operations, ten seconds, until the disk is in another state
 SETTLED = 0.4  # of the operations: until then the tiers fill and allocators grow
 
 
@@ -128,7 +129,7 @@ def soak(operations: int, seed: int) -> dict[str, Any]:
     process, memory = psutil.Process(), list[tuple[int, float]]()
     began = time.perf_counter()
     for at in range(operations):
-        if at % max(1, operations // 60) == 0:
+        if at % WEATHER == 0:
             weather.change()
         if at % max(1, operations // 100) == 0:
             gc.collect()
@@ -173,17 +174,19 @@ def _quiesce(run: Soak, weather: Weather, store: TieredStore) -> dict[str, Any]:
     gc.collect()
     run.clock.now += 600.0
     until(lambda: not store.stats().host.queued and not store.stats().disk.queued)
+    old = store.flush()  # tells what was lost
+    until(lambda: old.done)
     gone = [item for item in run.sessions[0] if store.where(item.header.name) is None]
     taken = all(store.put(item, durable=True) for item in gone)
     flush, fetch = store.flush(), store.fetch(names(run.sessions[0]), 1e6)
     until(lambda: flush.done and fetch.done)
-    works = taken and flush.items == [] and fetch.items is not None
+    problems = [flush.reason, fetch.reason] + ([] if taken else ["refused"])
     fetch.cancel()
     until(lambda: store.in_use == (0, 0, 0))
     stats = store.stats()
     store.close(20.0)
     return {
-        "works_afterwards": works,
+        "problems_afterwards": [problem for problem in problems if problem],
         "references_left": list(store.in_use),
         "threads_dead": stats.threads_dead,
         "host": {"evictions": stats.host.evictions, "failures": stats.host.failures},

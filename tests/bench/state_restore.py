@@ -47,16 +47,14 @@ def _of_codec(
         assert finished(store.flush()).items == []
         warm = [_restore(store, items, out) for _ in range(trials)]
         store.close()
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
         cold, plain = [], []
         for _ in range(trials):
-            _forget(files)
+            _forget(folder)
             store = TieredStore(LAYOUT, settings, disk=_open(folder, nbytes))
             cold.append(_restore(store, items, out))
             read = store.stats().disk.read_bytes
             store.close()
-            _forget(files)
-            plain.append(_read_and_copy(files, read, items, out))
+            plain.append(_read_and_copy(_forget(folder), read, items, out))
         copies = [_copy(items, out) for _ in range(trials)]
     speeds = {
         name: nbytes / 1e9 / median(seconds)
@@ -125,13 +123,15 @@ def _read_and_copy(
     return time.perf_counter() - begun
 
 
-def _forget(files: Sequence[Path]) -> None:
-    """Out of the page cache."""
+def _forget(folder: Path) -> list[Path]:
+    """All files, which are out of the page cache now."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
+    return files
 
 
 def main(arguments: list[str]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def page(tag: str, at: int, lineage: Lineage = "prefill", layout: StateLayout = 
         lineage=lineage,
         layout=layout.fingerprint,
     )
-    return Item(header, (_values(f"{tag} {at}", layout.page),))
+    return Item(header, (_values(f"{tag} {at}", layout.page).to(layout.dtype),))
 
 
 def pages(tag: str, count: int) -> list[Item]:
@@ -45,7 +45,10 @@ def snapshot(tag: str, at: int, layout: StateLayout = LAYOUT) -> Item:
         _key(tag, at), Kind.SNAPSHOT, _key(tag, at - 1), 64 * (at + 1), (), "prefill",
         layout.fingerprint,
     )  # fmt: skip
-    parts = (_values(f"kda {tag} {at}", layout.kda), _values(f"conv {tag} {at}", layout.conv))
+    parts = (
+        _values(f"kda {tag} {at}", layout.kda),
+        _values(f"conv {tag} {at}", layout.conv).to(layout.dtype),
+    )
     return Item(header, parts)
 
 
