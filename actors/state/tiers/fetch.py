@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from expertmesh.actors.state.item import Header, Name, Tier
+from expertmesh.actors.state.store import Loaded
 from expertmesh.actors.state.tiers.breaker import Clock
 from expertmesh.actors.state.tiers.content import Content
 from expertmesh.actors.state.tiers.entry import Entry
@@ -80,7 +81,7 @@ class StoreFetch:
         return self.ended
 
     @property
-    def items(self) -> list[LoadedItem] | None:
+    def items(self) -> list[Loaded] | None:
         if not self.done or self.reason:
             return None
         return [item for item in self.loaded if item is not None]
