@@ -83,6 +83,11 @@ class Library:
     def indexes(self) -> list[Index]:
         return [shelf.index for shelf in self._order]
 
+    @property
+    def living(self) -> set[int]:
+        """All segments that anyone is known to have."""
+        return {number for index in self.indexes for number in index.segments}
+
     def find(self, name: Name) -> Found | None:
         """Ours before others'; of sessions the newest."""
         best: Found | None = None
@@ -205,7 +210,7 @@ class Library:
     def _heed(self) -> None:
         """What anyone has said of records in another's folder: obeyed here, forgotten when the
         segments are gone."""
-        living = {number for index in self.indexes for number in index.segments}
+        living = self.living
         for index in self.indexes:
             for entry in list(index.elsewhere.values()):
                 if entry.op is Op.REMOVE:

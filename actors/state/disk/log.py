@@ -180,6 +180,7 @@ class DiskLog:
         except DiskFull:
             return self._relieve()
         self._counters.evicted(items)
+        self._reader.handles.keep(self._library.living)
         return True
 
     def _relieve(self) -> bool:
@@ -189,6 +190,7 @@ class DiskLog:
             return False
         self._counters.evicted(len(found.writer.index.segments[found.segment].names))
         found.writer.drop_unsaid(found.segment)
+        self._reader.handles.keep(self._library.living)
         return True
 
     def _copy(self, found: Victim, name: Name) -> bool:
@@ -260,6 +262,7 @@ class DiskLog:
         self._check_open()
         self._counters.fail("manifest", self._library.refresh())
         self._counters.fail("io", self._library.take_failures())
+        self._reader.handles.keep(self._library.living)
         if not self._library.views:
             return
         if self._space.crowded(self._library.writers, self._library.replicas):
@@ -272,7 +275,10 @@ class DiskLog:
         if not self._closed:
             self._closed = True
             self._library.bury()
-            self._library.close()
+            try:
+                self._library.close()
+            finally:
+                self._reader.handles.close()
 
     # -- reading ---------------------------------------------------------------------------------
 

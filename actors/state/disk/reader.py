@@ -10,6 +10,7 @@ from expertmesh.actors.state.disk.counters import Counters
 from expertmesh.actors.state.disk.errors import DiskFailed, failed
 from expertmesh.actors.state.disk.files import Buffer, Files
 from expertmesh.actors.state.disk.folder import segment_path
+from expertmesh.actors.state.disk.handles import Handles
 from expertmesh.actors.state.disk.library import Found, Library
 from expertmesh.actors.state.disk.record import HEADER_BYTES, Damaged, Record, decode
 from expertmesh.actors.state.disk.seal import Seal
@@ -28,6 +29,7 @@ class Reader:
     ) -> None:
         self._files, self._library, self._counters = files, library, counters
         self._layout, self._seal = layout, seal
+        self.handles = Handles(files)
 
     def read(self, name: Name, allocate: Allocate | None = None) -> Record | None:
         """None where no intact copy is left. Raises DiskFailed: nothing is known of the copy."""
@@ -69,15 +71,14 @@ class Reader:
         return record
 
     def _fill(self, found: Found, buffers: list[memoryview]) -> int:
-        """Opened for each read: a descriptor kept would have to outlive the segment's eviction,
-        and its number might be another file's by then."""
-        path = segment_path(found.folder, found.entry.place.segment)
+        place = found.entry.place
+        path = segment_path(found.folder, place.segment)
         try:
-            fd = self._files.open(path)
+            handle = self.handles.acquire(place.segment, path)
             try:
-                return self._files.read(fd, buffers, found.entry.place.offset)
+                return self._files.read(handle.fd, buffers, place.offset)
             finally:
-                self._files.close(fd)
+                self.handles.release(handle)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):  # its writer has evicted it
                 raise Damaged("vanished") from error
