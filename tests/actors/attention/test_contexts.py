@@ -183,6 +183,37 @@ def test_a_preempted_selection_goes_on_as_it_was() -> None:
     assert same(answers["a"], expected)
 
 
+def test_an_abort_leaves_nothing_behind() -> None:
+    engine = engine_with(ROOM + 2, store=True)
+    for steps in (1, 3, 6, 9):
+        engine.submit(ask("a", "offload", prompt(seed=steps)))
+        for _ in range(steps):
+            engine.step()
+        engine.abort("a")
+        engine.step()
+        check_books(engine)
+        assert not engine.scheduler.running and engine.pages.free == ROOM + 2
+
+
+def test_what_is_no_number_is_found_by_nobody() -> None:
+    """Neither what is still on the device nor what has left it."""
+    engine = engine_with(30, store=True)
+    engine.submit(ask("a", "offload"))
+    answers: dict[str, Answer] = {}
+    while not answers:
+        collect(engine.step(), answers)
+    assert isinstance(engine.cache, StateCache)
+    engine.cache.state.kda.fill_(torch.nan)
+    while engine.has_work:
+        collect(engine.step(), answers)
+    assert answers["a"].finish_reason == "error"
+    check_books(engine)
+    engine.cache.device.check()
+    engine.cache.observe(1, 1e3)
+    run(engine, ask("b", "offload"))
+    assert engine.stats().cache.hits == 0
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(RequestRefused, match="none of exact, offload, select"):
         engine_with(24).submit(ask("a", "guess"))
