@@ -351,8 +351,8 @@ def serve(
         str,
         option(
             rich_help_panel=_STATE,
-            help="How pages are packed off the device: raw, lossless, int8 or int4. The latter two "
-            "lose precision.",
+            help="How pages are packed off the device: raw, lossless, int8 or int4. Of the latter "
+            "two, host memory holds what is not exact: mode select reads that, with proven bounds.",
         ),
     ] = "lossless",
     dry_run: Annotated[

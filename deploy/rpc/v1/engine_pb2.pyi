@@ -750,7 +750,7 @@ class KvReport(_message.Message):
     BOUND_FIELD_NUMBER: _builtins.int
     BOUND_KIND_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
-    """"offload" or "select"."""
+    """"select"."""
     bits: _builtins.float
     """Bits per value of what stood for the tokens that were not read exactly."""
     read_pages: _builtins.int
