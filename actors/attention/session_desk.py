@@ -137,6 +137,7 @@ class SessionDesk:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineFailed(reason))
         self._running.clear()
+        self.sessions.hand_over()
         self._errands.close(SessionProblem("failed", reason))
 
 

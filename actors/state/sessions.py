@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 _PROBLEMS: dict[str, Problem] = {"full": "full", "timeout": "timeout"}
 # Between two looks for sessions that are due to go or that other replicas have written.
 SWEEP_S = 10.0
+# Manifests that are read at the same time.
+READS = 32
 # How long what `resume` has loaded is held for the session's next request.
 HELD_S = 120.0
 
@@ -59,10 +61,11 @@ class Device(Protocol):
 
 @dataclass(slots=True)
 class Entry:
-    """held: a load for the next request, until then referenced. held_at: since when. before: what
-    the session was until the disk has this manifest."""
+    """written: whether the disk has the manifest. before: what the session was until it has. held:
+    a load for the next request, until then referenced. held_at: since when."""
 
     manifest: Manifest
+    written: bool = False
     before: list[Manifest] = field(default_factory=list)
     held: Fetch | None = None
     held_at: float = 0.0
@@ -95,6 +98,7 @@ class Sessions:
         self.sizes = {kind: layout.nbytes(kind) for kind in Kind}
         self._entries: dict[Name, Entry] = {}
         self._of: defaultdict[str, set[str]] = defaultdict(set)  # tenant -> living sessions
+        self._owned: Counter[str] = Counter()  # how many by owner
         self._pins: Counter[Name] = Counter()
         self._next_sweep = float("-inf")
 
@@ -106,9 +110,14 @@ class Sessions:
         return sum(map(len, self._of.values()))
 
     def full(self, tenant: str, session: str) -> bool:
-        """Whether the tenant may not have this session besides those it has. From any thread."""
-        known = self._of.get(tenant, frozenset[str]())
-        return session not in known and len(known) >= self.settings.sessions_per_tenant
+        """Whether there are so many that this one may not be added. From any thread.
+
+        Tenants that differ only behind the first slash have one owner: salts cost nothing, so a
+        quota of each would be none.
+        """
+        if session in self._of.get(tenant, ()):
+            return False
+        return self._owned[_owner(tenant)] >= self.settings.sessions_per_tenant
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -151,15 +160,19 @@ class Sessions:
         written = self.store.positions(Kind.SESSION)
         stale = [name for name in names if written.get(name, -1) > self._version(name)]
         limit = self.settings.read_timeout_s
-        fetches = [(name, self.store.fetch([name], limit)) for name in stale]
-        for name, fetch in fetches:
-            yield fetch
-            if fetch.items is not None:
-                manifest = from_bytes(_bytes_of(fetch), name, self.fingerprint)
-                if manifest is not None and manifest.version > self._version(name):
-                    self.enter(manifest)
-                    self._leave_before(name)
-            fetch.cancel()
+        for at in range(0, len(stale), READS):
+            fetches = [(n, self.store.fetch([n], limit)) for n in stale[at : at + READS]]
+            for name, fetch in fetches:
+                yield fetch
+                if fetch.items is not None:
+                    self._take_note(name, from_bytes(_bytes_of(fetch), name, self.fingerprint))
+                fetch.cancel()
+
+    def _take_note(self, name: Name, manifest: Manifest | None) -> None:
+        """Of what the disk has."""
+        if manifest is not None and manifest.version > self._version(name):
+            self.enter(manifest)
+            self._written(name)
 
     def _version(self, name: Name) -> int:
         entry = self._entries.get(name)
@@ -245,10 +258,8 @@ class Sessions:
         name = self.name(manifest.tenant, manifest.session)
         old = self._entries.get(name)
         entry = self._entries[name] = Entry(manifest)
-        if manifest.deleted:
-            self._of[manifest.tenant].discard(manifest.session)
-        else:
-            self._of[manifest.tenant].add(manifest.session)
+        self._count(manifest.tenant, manifest.session, not manifest.deleted)
+        if not manifest.deleted:
             self._pin(manifest.point().names)
         if old is not None:
             old.let_go()
@@ -269,8 +280,15 @@ class Sessions:
             yield from self._synced()
         if self._version(name) != manifest.version:
             return False
-        self._leave_before(name)
+        self._written(name)
         return True
+
+    def hand_over(self) -> None:
+        """The engine ends: manifests that still wait for their parts are written behind them."""
+        for entry in self._entries.values():
+            if self.durable and not entry.written:
+                item = to_item(entry.manifest, self.fingerprint, self._layout)
+                self.store.put(item, durable=True, pinned=True)
 
     def _synced(self) -> Steps[None]:
         flush = self.store.flush()
@@ -282,11 +300,18 @@ class Sessions:
     def _not_written(self, error: Exception) -> None:
         _log.warning("a session is in memory only: %s", error)
 
-    def _leave_before(self, name: Name) -> None:
+    def _written(self, name: Name) -> None:
+        """The disk has the manifest, or there is none: what was before is not needed any more."""
         entry = self._entries[name]
+        entry.written = True
         before, entry.before = entry.before, []
         for manifest in before:
             self._leave(manifest)
+
+    def _count(self, tenant: str, session: str, lives: bool) -> None:
+        known = self._of[tenant]
+        self._owned[_owner(tenant)] += lives - (session in known)
+        (known.add if lives else known.discard)(session)
 
     def _leave(self, manifest: Manifest) -> None:
         """Nobody goes on from this state under that name any more."""
@@ -352,7 +377,7 @@ class Sessions:
         if entry is None:
             return
         entry.let_go()
-        self._of[entry.manifest.tenant].discard(entry.manifest.session)
+        self._count(entry.manifest.tenant, entry.manifest.session, False)
         for manifest in (*entry.before, entry.manifest):
             self._leave(manifest)
         if self.durable:
@@ -362,6 +387,10 @@ class Sessions:
     def resident(self, names: Sequence[Name]) -> Mapping[Name, str | None]:
         """The highest tier of each; "hot" is the device."""
         return {n: "hot" if self.device.has(n) else self.store.where(n) for n in names}
+
+
+def _owner(tenant: str) -> str:
+    return tenant.partition("/")[0]
 
 
 def _bytes_of(fetch: Fetch) -> bytes:

@@ -12,7 +12,7 @@ from expertmesh.actors.state.keys import root_key
 from expertmesh.actors.state.manifest import from_bytes, session_name, to_item
 from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from expertmesh.actors.state.session_verbs import SessionVerbs
-from expertmesh.actors.state.sessions import HELD_S, Sessions
+from expertmesh.actors.state.sessions import HELD_S, READS, Sessions
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.tip import Tip
 from tests.support.session_store import LAYOUT, FakeDevice, FakeDisk, FakeFetch, FakeStore
@@ -171,6 +171,32 @@ def test_a_kill_at_any_moment_leaves_the_newest_whole_state(disk: FakeDisk) -> N
         replica.store.finish()
         replica.errands.poll()
     assert not len(replica.errands)
+
+
+def test_an_engine_that_ends_leaves_what_its_turns_have_made(disk: FakeDisk) -> None:
+    replica = Replica(disk)
+    replica.store.slow = True
+    replica.turn("s")
+    replica.sessions.hand_over()
+    replica.errands.close(RuntimeError("the engine was stopped"))
+    disk.sync()  # the store is closed behind the engine
+    assert Replica(disk).claim("s", [*CONVERSATION, 1]).position == 149
+
+
+def test_many_sessions_are_read_a_few_at_a_time(disk: FakeDisk) -> None:
+    replica = Replica(disk)
+    for number in range(2 * READS + 3):
+        replica.turn(f"s{number}", [number] * 65)
+    again = Replica(disk)
+    again.store.slow = True
+    answers: list[SessionAnswer] = []
+    again.verbs.call(SessionCall(verb="list", tenant="a/"), answers.append)
+    while not answers:
+        assert len(again.store.waiting) <= READS
+        again.store.finish()
+        again.errands.poll()
+    assert answers[0].views is not None and len(answers[0].views) == 2 * READS + 3
+    assert len(again.sessions) == 2 * READS + 3 and disk.pinned
 
 
 def test_turns_faster_than_the_disk(disk: FakeDisk) -> None:
@@ -349,6 +375,7 @@ def test_a_tenant_has_so_many_and_no_more() -> None:
     replica.turn("s")
     replica.turn("t")
     assert replica.sessions.full("a/", "u") and not replica.sessions.full("a/", "t")
+    assert replica.sessions.full("a/another salt", "t")  # or whoever makes up salts has no quota
     assert not replica.sessions.full("b/", "u")
     answer = replica.ask("fork", "s", target="u")
     assert answer.problem == "quota" and "2 sessions" in answer.message
