@@ -33,8 +33,8 @@ LONGEST = 131_072
 def lengths(count: int, longest: int, seed: int) -> list[int]:
     """Of the prompts: most of them short, evenly in the logarithm up to `longest`, ascending."""
     rng = random.Random(seed)
-    least, most = 10, max(10, (longest - TURN - NEXT - 16).bit_length() - 1)
-    drawn = [int(2 ** rng.uniform(least, min(most, least + 2.5))) for _ in range(count)]
+    least, most = 10, max(10, (longest - 1).bit_length())
+    drawn = [int(2 ** rng.uniform(least, min(most, least + 1.5))) for _ in range(count)]
     steps = range(least, most + 1)
     for at, power in enumerate(steps):  # and each power of two up to the longest
         drawn[at % count] = min(2**power, longest - TURN - NEXT - 16)
