@@ -94,7 +94,8 @@ class SessionVerbs:
         sessions, began = self._sessions, perf_counter()
         if not sessions.durable:
             raise SessionProblem(
-                "no_disk", "this server keeps no state on disk: it has no --state-dir that it can use"
+                "no_disk",
+                "this server keeps no state on disk: it has no --state-dir that it can use",
             )
         names = manifest.point().names
         if not sessions.keep(names):
