@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from expertmesh.actors.attention.engine import Engine
-from expertmesh.actors.attention.messages import GenerateRequest
+from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.cache import StateCache
 from tests.support.engines import Answer, check_books, check_idle, collect, request
@@ -27,6 +27,7 @@ from tests.support.state_model import VOCAB, cached
 from tests.support.state_oracle import Oracle, Piece, tap
 
 LENGTHS = (1, 2, 17, 63, 64, 65, 66, 100, 127, 128, 129, 150, 191, 192, 193, 256, 257, 300)
+LONG = (384, 450, 513)  # more pages than the smallest pools have, for old pages off the device
 EDITS = (1, 10, 64, 100, 128, 150)
 TAILS = (1, 30, 63, 64, 65)
 TENANTS = ("", "b")
@@ -48,7 +49,7 @@ class Text(NamedTuple):
 
 def _documents() -> list[list[int]]:
     rng = random.Random(20)
-    return [[rng.randrange(VOCAB) for _ in range(max(LENGTHS))] for _ in range(5)]
+    return [[rng.randrange(VOCAB) for _ in range(max(LONG))] for _ in range(5)]
 
 
 DOCUMENTS = _documents()
@@ -119,6 +120,7 @@ class Counts:
     evictions: int = 0
     restarts: int = 0
     losses: int = 0
+    offloaded: int = 0  # requests with old pages off the device
     continued: int = 0  # sessions that went on from where they stood
     mismatches: int = 0
 
@@ -175,6 +177,7 @@ class World:
         tenant = rng.choice(TENANTS) if rng.random() < 0.2 else ""
         own = [(prompt, answer) for who, prompt, answer in self.past[-8:] if who == tenant]
         session = self._session() if rng.random() < 0.15 else ""
+        mode = "offload" if rng.random() < 0.15 and not session else ""
         if session in self.sessions:
             ids = self.sessions[session][0]
             tenant, ids = "", ids + self._tail(len(ids))
@@ -183,13 +186,13 @@ class World:
             ids = prompt + answer + self._tail(len(prompt) + len(answer))
         else:
             edit = rng.choice(EDITS) if rng.random() < 0.3 else 0
-            ids = tokens_of(Text(rng.randrange(3), edit, rng.choice(LENGTHS)))
+            length = rng.choice(LONG if mode and rng.random() < 0.5 else LENGTHS)
+            ids = tokens_of(Text(rng.randrange(3), edit, length))
         self.names += 1
         params: dict[str, Any] = {"priority": rng.choice((0, 0, 0, -1, 1))}
         if rng.random() < 0.05 and not session:
             params |= {"prompt_logprobs": 0}
         made = request(f"r{self.names}", ids, rng.choice((1, 1, 2, 3, 5)), **params)
-        mode = "offload" if rng.random() < 0.1 and not session else ""
         return msgspec.structs.replace(
             made, tenant="" if session else tenant, session=session, kv_mode=mode
         )
@@ -212,12 +215,18 @@ class World:
 
     def _submit(self, each: GenerateRequest, engine: int | None = None) -> None:
         engine = self.rng.randrange(2) if engine is None else engine
-        self.engines[engine].submit(each)
+        try:
+            self.engines[engine].submit(each)
+        except RequestRefused:
+            if not each.kv_mode:  # a long one, and large chunks: too many pages at a time
+                raise
+            return
         asked = self.asked[each.request_id] = Asked(each, engine, known=list(each.resume_ids))
         if each.session in self.sessions:
             asked.stood = self.sessions.pop(each.session)[1]
         self.seen[each.tenant].append((each.request_id, each.prompt_ids + each.resume_ids))
         self.counts.requests += 1
+        self.counts.offloaded += bool(each.kv_mode)
 
     def _event(self) -> None:
         rng, kind = self.rng, self.rng.random()

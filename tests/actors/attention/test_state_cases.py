@@ -132,6 +132,23 @@ def test_lengths_around_a_page(length: int) -> None:
     assert longer in (most, length // PAGE_TOKENS * PAGE_TOKENS)
 
 
+@pytest.mark.parametrize("step_tokens", [64, 512])
+def test_what_is_told_of_a_prompt_is_told_of_all_of_it(step_tokens: int) -> None:
+    """Scores and routing are only known of tokens that are computed, cached or not."""
+    runner = small_model(experts=True)
+    each = request("r", ids(52, 200), 3, prompt_logprobs=1, logprobs=2, want_routed_experts=True)
+    alone = cacheless(runner, step_tokens=step_tokens)
+    alone.submit(each)
+    engine = cached(runner, step_tokens=step_tokens)
+    engine.submit(request("warm", each.prompt_ids, 1))
+    finish(engine)
+    engine.submit(each)
+    assert finish(engine)["r"] == finish(alone)["r"]
+    engine.submit(request("after", each.prompt_ids, 1))
+    finish(engine)
+    assert engine.stats().cache.hits == 192
+
+
 # --- slots and pages keep their owners (D5) -------------------------------------------------------
 
 
