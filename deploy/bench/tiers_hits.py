@@ -9,6 +9,7 @@ import msgspec
 
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.cache import StateCache
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import StateSettings
@@ -71,9 +72,15 @@ class _Read(msgspec.Struct):
 
 
 def _recompute(subject: Subject, prompt: list[int], trials: int) -> list[Timed]:
-    with subject.engine(_settings(prompt, StateSettings(prefix_cache=False, host_bytes=0))) as one:
-        Driver(one).one(prompt[:STEP_TOKENS], 1)  # buffers that grow once
-        return [Driver(one).one(prompt, 1) for _ in range(trials)]
+    none = StateSettings(prefix_cache=False, host_bytes=0)
+    with subject.engine(_settings(prompt, none)) as engine:
+        _warm(subject, engine)
+        return [Driver(engine).one(prompt, 1) for _ in range(trials)]
+
+
+def _warm(subject: Subject, engine: Engine) -> None:
+    """What an engine's first step takes is no request's."""
+    Driver(engine).one(subject.random_prompt("warm", PAGE_TOKENS), 1)
 
 
 def _tiers(
@@ -102,6 +109,7 @@ def _tiers(
     for _ in range(trials):
         _forget_files(folder)
         with subject.engine(_settings(prompt, disk)) as engine:
+            _warm(subject, engine)
             times.append(Driver(engine).one(prompt, 1))
             read = _read(engine, "disk")
             total = _Read(total.bytes + read.bytes, total.seconds + read.seconds,

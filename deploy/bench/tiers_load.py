@@ -24,11 +24,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """prefixes: texts of `context` tokens, asked in a drawn order, `requests` times in all for each
     number of clients; each answer has `answer` tokens."""
 
-    prefixes: int = 12
+    prefixes: int = 8
     context: int = 2048
-    requests: int = 36
+    requests: int = 24
     answer: int = 16
-    clients: Sequence[int] = (1, 2, 4, 8)
+    clients: Sequence[int] = (1, 4, 8)
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +55,8 @@ def loads(
         with subject.engine(_settings(subject, system, work, folder)) as engine:
             driver = Driver(engine)
             if system != "recompute":
-                for _ in range(2):
-                    driver.all(_each(subject, work), 1, 1)
+                for number in range(2):
+                    driver.all(_each(subject, work, number), 1, 1)
             for clients in work.clients:
                 before = engine.stats().cache
                 done = driver.all(_drawn(subject, work, clients), work.answer, clients)
@@ -110,19 +110,18 @@ def _settings(subject: Subject, system: str, work: Work, folder: Path) -> Engine
     return EngineSettings(pages=pages, slots=most, step_tokens=STEP_TOKENS, state=state)
 
 
-def _prefix(subject: Subject, work: Work, number: int) -> list[int]:
-    return subject.random_prompt(f"prefix {number}", work.context)
+def _asked(subject: Subject, work: Work, number: int, question: str) -> list[int]:
+    prefix = subject.random_prompt(f"prefix {number}", work.context)
+    return prefix + subject.random_prompt(f"question {question}", QUESTION_TOKENS)
 
 
-def _each(subject: Subject, work: Work) -> Iterator[list[int]]:
+def _each(subject: Subject, work: Work, question: int) -> Iterator[list[int]]:
     for number in range(work.prefixes):
-        yield _prefix(subject, work, number)
+        yield _asked(subject, work, number, f"before {question}")
 
 
 def _drawn(subject: Subject, work: Work, clients: int) -> Iterator[list[int]]:
     """A prefix, not always equally often, and a question of its own."""
     rng = random.Random(f"load {clients}")
     for at in range(work.requests):
-        number = rng.randrange(work.prefixes)
-        question = subject.random_prompt(f"question {clients} {at}", QUESTION_TOKENS)
-        yield _prefix(subject, work, number) + question
+        yield _asked(subject, work, rng.randrange(work.prefixes), f"{clients} {at}")

@@ -87,10 +87,8 @@ def pss_bytes() -> int:
     raise RuntimeError("/proc/self/smaps_rollup does not tell a Pss")
 
 
-def measure(model: Path, mode: KvMode, tokens: int, window: int, pages: int) -> Memory:
+def measure(subject: Subject, mode: KvMode, tokens: int, window: int, pages: int) -> Memory:
     """In this process, which should be new."""
-    torch.set_num_threads(1)
-    subject = Subject(model, tokens + ANSWER_TOKENS)
     state = StateSettings(
         prefix_cache=False, host_bytes=0, kv_mode=mode, window_tokens=window, select_pages=pages
     )
@@ -101,7 +99,7 @@ def measure(model: Path, mode: KvMode, tokens: int, window: int, pages: int) -> 
         state=state,
     )  # fmt: skip
     with subject.engine(settings) as engine:
-        Driver(engine).one(subject.random_prompt("warm", STEP_TOKENS), 2)
+        Driver(engine).one(subject.random_prompt("warm", min(tokens, STEP_TOKENS)), 2)
         gc.collect()
         before, sizes, most = pss_bytes(), list[int](), Resident()
 
@@ -122,4 +120,6 @@ def measure(model: Path, mode: KvMode, tokens: int, window: int, pages: int) -> 
 
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
-    print(msgspec.json.encode(measure(Path(order.pop("model")), **order)).decode())
+    torch.set_num_threads(1)
+    subject = Subject(Path(order.pop("model")), order["tokens"] + ANSWER_TOKENS)
+    print(msgspec.json.encode(measure(subject, **order)).decode())

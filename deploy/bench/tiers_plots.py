@@ -122,9 +122,9 @@ def plot_recall(found: Sequence[Point], path: Path) -> None:
 
 
 def plot_codecs(found: Sequence[Row], path: Path) -> None:
-    """Rate against distortion: what a value's bits cost in rows, attention, nats and recall."""
+    """Rate against distortion: what a value's bits cost in rows, attention, prediction, recall."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    rows, nats, recall = figure.subplots(1, 3)
+    rows, kl, recall = figure.subplots(1, 3)
     for at, dtype in enumerate(_ordered(one.dtype for one in found)):
         own = [one for one in found if one.dtype == dtype]
         lossy = [one for one in own if one.errors.row_mse > 0]
@@ -133,18 +133,17 @@ def plot_codecs(found: Sequence[Row], path: Path) -> None:
                   label=f"{dtype}, rows")  # fmt: skip
         rows.plot(bits, [one.errors.output_mean**2 for one in lossy], "x", color=colour,
                   label=f"{dtype}, attention output")  # fmt: skip
-        changes = [abs(one.nats_change) for one in lossy]
-        errors = [one.nats_error for one in lossy]
-        nats.errorbar(bits, changes, yerr=errors, fmt="o", capsize=2, color=colour, label=dtype)
+        apart = [one.kl for one in lossy]
+        kl.plot(bits, apart, "o", color=colour, label=dtype)
         recall.plot([one.bits for one in own], [one.recall for one in own], "o", color=colour)
         if at == 0:
-            _name(nats, lossy, changes)
+            _name(kl, lossy, apart)
     rows.set_title("squared relative error")
     rows.set_yscale("log")
-    nats.set_title("change in nats per byte")
-    nats.set_yscale("symlog", linthresh=1e-4)
+    kl.set_title("nats per token from what exact rows predict")
+    kl.set_yscale("log")
     recall.set_title("share of facts given back")
-    for axis in (rows, nats, recall):
+    for axis in (rows, kl, recall):
         axis.grid(alpha=0.3)
     rows.legend(fontsize=8)
     figure.supxlabel("bits per value, as stored", fontsize=10)

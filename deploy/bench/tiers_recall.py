@@ -15,7 +15,7 @@ from expertmesh.deploy.eval.subject import Subject
 TASKS = ("single", "multikey", "kept", "frequent", "returning")
 
 # (window_tokens, select_pages), from little to much that stays
-SETTINGS = ((256, 4), (256, 16), (1024, 4), (1024, 16), (2048, 16))
+SETTINGS = ((256, 4), (1024, 16))
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):

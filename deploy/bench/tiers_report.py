@@ -141,25 +141,25 @@ def _print(measured: Measured) -> None:
 def _memory(one: Memory) -> dict[str, str]:
     return {
         "mode": one.mode, "tokens": str(one.tokens),
-        "resident": _mib(one.near + one.index + one.recent),
-        "of full": f"{one.share:.1%}", "scratch": _mib(one.scratch), "host": _mib(one.host),
-        "PSS": _mib(one.pss), "peak PSS": _mib(one.peak_pss),
+        "resident MiB": _mib(one.near + one.index + one.recent), "of full": f"{one.share:.1%}",
+        "scratch": _mib(one.scratch), "host": _mib(one.host), "PSS": _mib(one.pss),
+        "peak PSS": _mib(one.peak_pss),
     }  # fmt: skip
 
 
 def _hit(one: Hit) -> dict[str, str]:
     return {
         "tier": one.tier, "tokens": str(one.tokens), "cached": str(one.cached_tokens),
-        "median": _ms(one.median_s), "p99": _ms(one.p99_s), "recompute": _ms(one.recompute_s),
-        "ratio": f"{one.ratio:.1f}", "CPU ratio": f"{one.cpu_ratio:.1f}",
-        "read": _mib(one.read_bytes), "reading": _ms(one.read_s), "verifying": _ms(one.verify_s),
+        "ms": _ms(one.median_s), "p99": _ms(one.p99_s), "again ms": _ms(one.recompute_s),
+        "ratio": f"{one.ratio:.1f}", "by CPU": f"{one.cpu_ratio:.1f}",
+        "read MiB": _mib(one.read_bytes), "ms ": _ms(one.read_s), "verify": _ms(one.verify_s),
     }  # fmt: skip
 
 
 def _load(one: Load) -> dict[str, str]:
     return {
         "system": one.system, "clients": str(one.clients), "tokens/s": f"{one.tokens_per_s:.0f}",
-        "first p50": _ms(one.first_p50_s), "first p99": _ms(one.first_p99_s),
+        "first ms": _ms(one.first_p50_s), "p99": _ms(one.first_p99_s),
         "hits": ", ".join(f"{tier} {share:.0%}" for tier, share in one.hits.items()),
         "bytes/token": ", ".join(f"{t} {n / 1024:.0f} KiB" for t, n in one.read_bytes.items() if n),
     }  # fmt: skip
@@ -181,14 +181,14 @@ def _point(one: Point) -> dict[str, str]:
 def _codec(one: Row) -> dict[str, str]:
     return {
         "codec": one.codec, "dtype": one.dtype, "bits": f"{one.bits:.2f}",
-        "ratio": f"{one.ratio:.2f}", "nats/byte": f"{one.nats_change:+.5f}",
+        "ratio": f"{one.ratio:.2f}", "nats/byte": f"{one.nats_change:+.5f}", "KL": f"{one.kl:.5f}",
         "recall": f"{one.recall:.1%}", "lost": f"{one.lost}/{one.facts}",
     }  # fmt: skip
 
 
 def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**20:.1f}"
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.1f}"

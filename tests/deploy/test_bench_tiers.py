@@ -1,0 +1,126 @@
+"""`expertmesh bench tiers`: small runs of every part on the bundled model."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from expertmesh.deploy.bench import tiers_memory, tiers_report
+from expertmesh.deploy.bench.codec_errors import Errors
+from expertmesh.deploy.bench.codecs import Row
+from expertmesh.deploy.bench.tiers_hits import hits
+from expertmesh.deploy.bench.tiers_load import SYSTEMS, Work, loads
+from expertmesh.deploy.bench.tiers_memory import measure
+from expertmesh.deploy.bench.tiers_recall import recall
+from expertmesh.deploy.bench.tiers_report import PARTS, Measured
+from expertmesh.deploy.cli import app
+from expertmesh.deploy.eval.cases import Maker
+from expertmesh.deploy.eval.filler import Prose
+from expertmesh.deploy.eval.subject import Subject
+
+NANO = Path(__file__).resolve().parents[2] / "deploy" / "models" / "nano"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject(NANO, 2048)
+
+
+@pytest.fixture(scope="module")
+def measured(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Every part, each as small as can be."""
+    work = Work(prefixes=2, context=128, requests=3, answer=2, clients=(2,))
+    folder, maker = tmp_path_factory.mktemp("tiers"), Maker(subject.tokenizer, Prose())
+    return Measured(
+        memory=[measure(subject, mode, 832, 64, 4) for mode in ("exact", "offload")],
+        load=loads(subject, work, folder / "load"),
+        hits=hits(subject, [192], 1, folder / "hits"),
+        recall=recall(subject, maker, [512], 1, settings=[(64, 4)], tasks=["single"]),
+        codecs=[row("raw", 32.0, 0.0), row("int8", 8.3, 1e-5), row("int4", 4.3, 4e-3)],
+    )
+
+
+def row(codec: str, bits: float, wrong: float) -> Row:
+    """Of a codec that loses so much."""
+    errors = dict.fromkeys(Errors.__struct_fields__, wrong)
+    rest = {
+        field.name: 0 if field.type is int else wrong
+        for field in msgspec.structs.fields(Row)
+        if field.type in (int, float)
+    }
+    known = {"codec": codec, "dtype": "float32", "shipped": True, "bits": bits, "errors": errors}
+    return msgspec.convert(rest | known | {"exact_bits": None}, Row)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "tiers", *arguments])
+
+
+def test_a_hit_comes_from_its_tier_and_says_the_same(measured: Measured) -> None:
+    found = {one.tier: one for one in measured.hits}
+    assert list(found) == ["hot", "host", "disk"]
+    for one in found.values():
+        assert one.same_token and one.ratio > 0 and one.cpu_ratio > 0
+        assert one.cached_tokens in (0, 128)  # on a busy machine computing may look sooner
+    assert found["hot"].cached_tokens == 128 and found["hot"].read_bytes == 0
+    for tier in ("host", "disk"):
+        assert (found[tier].read_bytes > 0) == (found[tier].cached_tokens > 0)
+
+
+def test_every_system_answers_the_same_requests(measured: Measured) -> None:
+    found = measured.load
+    assert [one.system for one in found] == list(SYSTEMS)
+    for one in found:
+        assert one.requests == 3 and one.tokens_per_s > 0
+        assert 0 < one.first_p50_s <= one.first_p99_s
+    assert not found[0].hits and sum(found[1].hits.values()) > 0.5
+
+
+def test_old_pages_leave_the_device_and_are_accounted_for_on_the_host(
+    subject: Subject, measured: Measured
+) -> None:
+    exact, far = measured.memory
+    assert exact.share == 1 and exact.host == exact.index == exact.scratch == 0
+    assert far.full == exact.full == 14 * subject.page_bytes
+    assert far.near + far.host >= far.full and far.share < 0.5 and far.scratch > 0
+
+
+def test_memory_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers_memory, "MODES", ("exact",))
+    (one,) = tiers_memory.memory(NANO, [64])
+    assert (one.mode, one.tokens, one.share) == ("exact", 64, 1.0) and one.full > 0
+
+
+def test_recall_is_given_with_its_control(measured: Measured) -> None:
+    full, blind, near = measured.recall
+    assert full.share == 1 and full.cell.divergence == 0
+    assert blind.cell.mode == "blind 64" and blind.cell.divergence > 0
+    # So short a text does not leave the device: all is read, and it is the same to the last bit.
+    assert near.cell.mode == "select 64+4" and near.cell.divergence == 0
+
+
+def test_every_part_has_its_table_and_its_plot(
+    subject: Subject, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in PARTS:
+        name = {"load": "loads", "codecs": "frontier"}.get(part, part)
+        found = getattr(measured, part)
+        monkeypatch.setattr(tiers_report, name, lambda *args, found=found, **kwargs: found)
+    done = run("--out", str(tmp_path / "new"))
+    assert done.exit_code == 0, done.output
+    for title in ("Memory of one", "Time to the first", "Throughput", "Recall by", "Codecs"):
+        assert title in done.output
+    report = json.loads((tmp_path / "new" / "tiers.json").read_text())
+    crossover = subject.slot_bytes / subject.page_bytes * 64
+    assert report["crossover"]["nano"] == pytest.approx(crossover)
+    for part in PARTS:
+        assert report[part]
+        assert (tmp_path / "new" / f"{part}.png").read_bytes().startswith(PNG)
+
+
+def test_parts_are_known_by_name() -> None:
+    done = run("--part", "speed")
+    assert done.exit_code == 2 and "no part 'speed'" in done.output
