@@ -6,7 +6,7 @@ estimate, at every position, where a running request would keep a window of exac
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -172,7 +172,7 @@ class _Judge:
         self._exact: list[list[Tensor]] = [
             list(reader.log_probs(ids, exact)) for ids in self._windows
         ]
-        self._nats, _ = self._nats_of(exact)
+        self._nats, _ = self._nats_of(self._exact)
         self._verdicts = self._verdicts_of(exact)
 
     def row(self, estimate: Estimate, dtype: str) -> Row:
@@ -184,8 +184,11 @@ class _Judge:
             rows.copy_(reads[-1].latents)
         bits = fmean(read.bits for read in reads)
         exact = [read.exact_bits for read in reads if read.exact_bits is not None]
-        nats, kl = self._nats_of(estimate)
-        verdicts = self._verdicts_of(estimate)
+        nats, kl, verdicts = self._nats, 0.0, self._verdicts
+        if estimate.name != "raw":  # which all others are compared with
+            read = self._reader.log_probs
+            nats, kl = self._nats_of(read(ids, estimate) for ids in self._windows)
+            verdicts = self._verdicts_of(estimate)
         changes = [
             (new - old) / size for new, old, size in zip(nats, self._nats, self._bytes, strict=True)
         ]
@@ -205,12 +208,13 @@ class _Judge:
             answer_change=fmean(answers), answer_error=_standard_error(answers),
         )  # fmt: skip
 
-    def _nats_of(self, estimate: Estimate) -> tuple[list[float], float]:
-        """Nats of each window without its first token, and KL per token of all."""
+    def _nats_of(self, reads: Iterable[Iterable[Tensor]]) -> tuple[list[float], float]:
+        """Nats of each window without its first token, and KL per token of all. reads: of each
+        window log probabilities, page by page."""
         nats, kl, tokens = [], 0.0, 0
-        for ids, exact in zip(self._windows, self._exact, strict=True):
+        for ids, exact, pages in zip(self._windows, self._exact, reads, strict=True):
             targets, lost = torch.split(torch.tensor(ids[1:]), PAGE_TOKENS), 0.0
-            for at, read in enumerate(self._reader.log_probs(ids, estimate)):
+            for at, read in enumerate(pages):
                 kl += float((exact[at].exp() * (exact[at] - read)).sum(dtype=torch.float64))
                 tokens += len(read)
                 if at < len(targets):
