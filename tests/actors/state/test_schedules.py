@@ -41,6 +41,6 @@ def test_nor_with_real_tiers(oracle: Oracle, tmp_path: Path) -> None:
 def test_nor_with_routed_experts() -> None:
     runner = small_model(experts=True)
     world = World(100, runner, Oracle(runner), Memory(0))
-    for number in range(5):
+    for number in range(10):
         world.schedule(number)
     assert world.counts.cached_tokens
