@@ -211,7 +211,7 @@ def expertmesh(case: Case) -> None:
     known: dict[str, Callable[[Case], None]] = {
         "serve": serve, "scale": live, "routing": live, "cost": live, "keys": keys,
         "verify": live_without_server, "doctor": parsed, "cluster": parsed, "bench": parsed,
-        "sessions": sessions,
+        "sessions": sessions, "eval": parsed,
     }  # fmt: skip
     known[case.words[1]](case)
 
@@ -235,7 +235,8 @@ def live_without_server(case: Case) -> None:
 
 
 def parsed(case: Case) -> None:
-    """Run for real in test_{doctor,bench_residual,bench_kernels,ray_files}.py and test_hosts.py."""
+    """Run for real in test_{doctor,bench_residual,bench_kernels,bench_tiers,ray_files}.py,
+    eval/test_longcontext.py and test_hosts.py."""
     case.files_exist()
     parse(typer.main.get_command(app), case.words[1:])
 
