@@ -66,7 +66,7 @@ def read_all(files: Files, path: Path, offset: int = 0) -> bytes:
 class State:
     """A folder's index as of the end of a generation's manifest. sequence: of the next entry;
     offset: behind the last intact one; damaged: entries and checkpoints that could not be used;
-    torn: what looks like an entry and is none, behind the last one."""
+    torn: what looks like an entry and is none, behind the last one, and a manifest not begun."""
 
     index: Index
     generation: int = 0
@@ -101,7 +101,7 @@ def load(files: Files, path: Path, number: int) -> State:
         state.generation = max([*known, *logs, 0])
         if state.generation not in logs:
             state.offset = 0
-            state.damaged += bool(known)
+            state.torn += bool(known)
         return state
 
 

@@ -71,6 +71,7 @@ class DiskLog:
         counters = Counters()
         for writer in library.writers:
             counters.fail("manifest", writer.damaged)
+            counters.fail("torn", writer.torn)
             counters.fail("missing", writer.missing)
         seal = Seal(secret) if secret else None
         log = cls(

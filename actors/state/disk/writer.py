@@ -47,14 +47,15 @@ class Writer:
     """Of a folder whose lock this process holds. Used by one thread; `index` is read by others.
 
     committed: what was put and is on disk, until the caller takes it out. damaged: manifest
-    entries and checkpoints, missing: records that the manifest told of and that were not there,
-    both found when the folder was opened. untidy: failures that cost no data.
+    entries and checkpoints, torn: entries at the manifest's end, as a crash leaves them, missing:
+    records that the manifest told of and that were not there; all found when the folder was opened.
+    untidy: failures that cost no data.
     """
 
     def __init__(self, files: Files, path: Path, state: State, lock: int) -> None:
         self.path, self.number = path, state.index.number
         self.index: Index = state.index
-        self.damaged = state.damaged + state.torn
+        self.damaged, self.torn = state.damaged, state.torn
         self.missing = self.untidy = 0
         self.committed: list[Entry] = []
         self.active: Active | None = None

@@ -65,7 +65,7 @@ class Patient:
             if positions[name] != self.workload.promised[name]:
                 raise Lost(f"{name} by {kind} of something else")
         failures = log.stats().failures
-        if not failures.get("corrupt") and not failures.get("missing"):
+        if not failures.keys() & {"corrupt", "missing", "torn"}:
             raise Unnoticed(f"{kind} was not counted")
 
     def _pick(self, count: int = 1) -> list[Entry]:
