@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from argparse import ArgumentParser
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,7 @@ class Soak:
     rng: random.Random
     sessions: list[list[Item]]
     loads: list[Load] = field(default_factory=list)
-    delays: list[float] = field(default_factory=list)
+    delays: array[float] = field(default_factory=lambda: array("f"))
     counts: dict[str, int] = field(default_factory=dict)
     wrong: int = 0
 

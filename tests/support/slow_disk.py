@@ -14,14 +14,15 @@ FOR_EVER_S = 1e9
 
 @dataclass
 class SlowDisk(FakeDisk):
-    """reads and syncs take `latency_s` on `clock`, or until `hurry`."""
+    """reads and syncs take `latency_s` on `clock`. It remembers no reads: soaks are long."""
 
     clock: FakeClock = field(default_factory=FakeClock)
     latency_s: float = 0.0
 
     def read(self, name: Name) -> Record | None:
         self._wait()
-        return super().read(name)
+        self._touch_device()
+        return self.records.get(name)
 
     def sync(self) -> list[Name]:
         self._wait()
