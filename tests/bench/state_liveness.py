@@ -54,7 +54,7 @@ class Soak:
     rng: random.Random
     sessions: list[list[Item]]
     loads: list[Load] = field(default_factory=list)
-    delays: array[float] = field(default_factory=lambda: array("f"))
+    delays: "array[float]" = field(default_factory=lambda: array("f"))
     counts: dict[str, int] = field(default_factory=dict)
     wrong: int = 0
 

@@ -5,7 +5,7 @@ class Bandwidth:
     """Seconds for n bytes = latency + n / rate, fitted to recent reads with exponentially fading
     weights. Starts from a cautious guess, which the first few reads outweigh.
 
-    Not synchronised: its owner's lock is held around every call.
+    Threads may measure at the same time: a measurement may be lost then, and nothing else.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float, memory: int = 64) -> None:
@@ -16,8 +16,7 @@ class Bandwidth:
             self._add(nbytes, latency_s + nbytes / bytes_per_s)
 
     def measured(self, nbytes: int, seconds: float) -> None:
-        self._sums = [self._keep * value for value in self._sums]
-        self._add(nbytes, seconds)
+        self._add(nbytes, seconds, self._keep)
 
     def seconds(self, nbytes: int, reads: int = 1) -> float:
         """Estimate for so many bytes in so many reads."""
@@ -32,6 +31,6 @@ class Bandwidth:
         # Reads of one size, or noise: everything is put down to the bytes.
         return nbytes * mean_time / mean_size
 
-    def _add(self, nbytes: int, seconds: float) -> None:
+    def _add(self, nbytes: int, seconds: float, keep: float = 1.0) -> None:
         terms = (1.0, nbytes, seconds, nbytes * nbytes, nbytes * seconds)
-        self._sums = [value + term for value, term in zip(self._sums, terms, strict=True)]
+        self._sums = [keep * old + new for old, new in zip(self._sums, terms, strict=True)]

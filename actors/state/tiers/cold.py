@@ -7,12 +7,11 @@ from typing import NamedTuple
 from expertmesh.actors.state.codec.packed import BadPayload, Packed
 from expertmesh.actors.state.disk.errors import DiskFailed
 from expertmesh.actors.state.disk.log import DiskLog
-from expertmesh.actors.state.item import Kind, Name, StateLayout
+from expertmesh.actors.state.item import Header, Kind, Name, StateLayout
 from expertmesh.actors.state.stats import TierStats
 from expertmesh.actors.state.tiers.bandwidth import Bandwidth
 from expertmesh.actors.state.tiers.breaker import Breaker, Clock
 from expertmesh.actors.state.tiers.content import Stored
-from expertmesh.actors.state.tiers.fetch import LoadedItem
 from expertmesh.actors.state.tiers.negative import NegativeCache
 
 # What says that the device is ill, and not that an item is missing.
@@ -20,10 +19,11 @@ ILL = frozenset({"timeout", "io", "error"})
 
 
 class DiskRead(NamedTuple):
-    """item: exact, as the disk has it. kept: what of it stays in host memory. seconds: of all, and
-    of a hash over the bytes, which is made twice: for the disk's and for the memory's sake."""
+    """content: exact, as the disk has it. kept: what of it stays in host memory. seconds: of all,
+    and of a hash over the bytes, which is made twice: for the disk's and for the memory's sake."""
 
-    item: LoadedItem
+    header: Header
+    content: Stored
     kept: Stored
     seconds: float
     verify_seconds: float
@@ -95,8 +95,7 @@ class ColdTier:
         verify_seconds = 2 * (time.perf_counter() - hashing)
         base = packed.base()
         kept = whole if base is packed else Stored(base)
-        item = LoadedItem(header, whole, "disk")
-        return DiskRead(item, kept, time.perf_counter() - start, verify_seconds)
+        return DiskRead(header, whole, kept, time.perf_counter() - start, verify_seconds)
 
 
 def add_failures(stats: TierStats, more: Counter[str]) -> None:

@@ -1,5 +1,6 @@
 """One load of several items: what the engine holds while it waits, and what it gets."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from expertmesh.actors.state.item import Header, Name, Tier
 from expertmesh.actors.state.store import Loaded
+from expertmesh.actors.state.tiers.bandwidth import Bandwidth
 from expertmesh.actors.state.tiers.breaker import Clock
 from expertmesh.actors.state.tiers.content import Content
 from expertmesh.actors.state.tiers.entry import Entry
@@ -14,11 +16,13 @@ from expertmesh.actors.state.tiers.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class LoadedItem:
-    """A verified item. nbytes: of what was read for it, packed."""
+    """A verified item. nbytes: of what was read for it, packed. speed: told how long a layer took,
+    which with packing is most of what a load costs."""
 
     header: Header
     content: Content
     tier: Tier
+    speed: Bandwidth
 
     @property
     def exact(self) -> bool:
@@ -33,7 +37,9 @@ class LoadedItem:
         return self.content.raw_bytes
 
     def layer(self, part: int, index: int, out: Tensor) -> None:
+        begun = time.perf_counter()
         self.content.layer(part, index, out)
+        self.speed.measured(out.nbytes, time.perf_counter() - begun)
 
 
 @dataclass(slots=True, eq=False)

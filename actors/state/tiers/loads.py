@@ -1,5 +1,6 @@
 """Loads from both tiers: shared, in turn, each with a deadline."""
 
+import logging
 import math
 import threading
 import time
@@ -10,10 +11,13 @@ from expertmesh.actors.state.item import Name, StateLayout, Tier
 from expertmesh.actors.state.tiers.bandwidth import Bandwidth
 from expertmesh.actors.state.tiers.breaker import Clock
 from expertmesh.actors.state.tiers.cold import ILL, ColdTier, DiskRead
+from expertmesh.actors.state.tiers.content import Content
 from expertmesh.actors.state.tiers.entry import Entry
 from expertmesh.actors.state.tiers.fetch import LoadedItem, Loading, StoreFetch
 from expertmesh.actors.state.tiers.host import HostTier
 from expertmesh.actors.state.tiers.turns import Turns
+
+log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0  # the longest that a reader sleeps without looking
 STAGING_BYTES = 64 << 20  # bytes that reads from the disk may take where the host tier is smaller
@@ -53,6 +57,7 @@ class Loads:
         self._reserved = 0
         self._closing = self._ended = False
         self.host_speed = Bandwidth(5e9, 2e-5)
+        self.unpack_speed = Bandwidth(1e9, 2e-5)
 
     def start(self, names: Sequence[Name], timeout_s: float, exact: bool) -> StoreFetch:
         """Claims what host memory has, queues the rest for the disk. Never waits."""
@@ -124,8 +129,9 @@ class Loads:
 
     def seconds(self, names: Sequence[Name]) -> float:
         """What a fetch begun now would take, after what has begun; infinite if it must fail."""
-        host = disk = host_reads = disk_reads = 0
+        host = disk = host_reads = disk_reads = raw = 0
         for name in names:
+            raw += self._layout.nbytes(name.kind)
             entry = self._host.entries.get(name)
             if entry is not None:
                 host, host_reads = host + entry.nbytes, host_reads + 1
@@ -134,7 +140,9 @@ class Loads:
             if nbytes is None or (self._cold and self._cold.breaker.open):
                 return math.inf
             disk, disk_reads = disk + nbytes, disk_reads + 1
-        total = self.host_speed.seconds(host, host_reads) if host_reads else 0.0
+        total = self.unpack_speed.seconds(raw, len(names)) if names else 0.0
+        if host_reads:
+            total += self.host_speed.seconds(host, host_reads)
         if disk_reads and self._cold is not None:
             total += self._cold.speed.seconds(disk + self._queued_bytes(), disk_reads)
         return total
@@ -155,9 +163,13 @@ class Loads:
         for load in batch:
             entry = load.entry
             assert entry is not None
-            start = time.perf_counter()
-            fine = entry.content.verified(max(0.0, self._patience(load)))
-            self._host_read(load, entry, fine, time.perf_counter() - start)
+            content, start = entry.content, time.perf_counter()
+            try:
+                fine = content.verified(max(0.0, self._patience(load)))
+            except Exception:
+                log.exception("state: %s cannot be verified", load.name)
+                fine = False
+            self._host_read(load, entry, content, fine, time.perf_counter() - start)
         self.announce()
         return True
 
@@ -236,15 +248,20 @@ class Loads:
                 self._work.wait(_IDLE_S)
             return batch
 
-    def _host_read(self, load: Loading, entry: Entry, fine: bool, seconds: float) -> None:
+    def _host_read(
+        self, load: Loading, entry: Entry, content: Content, fine: bool, seconds: float
+    ) -> None:
         with self._lock:
             self._host.note_read(entry, seconds)
             self.host_speed.measured(entry.nbytes, seconds)
-            if not fine:
+            if fine:
+                item = LoadedItem(entry.header, content, "host", self.unpack_speed)
+                self._deliver(load, item, entry, seconds)
+            elif content.packed is None:
+                self._fail(load, "timeout")  # the device has not written it; the packer will see
+            else:
                 self._host.remove(entry)
                 self._fail(load, "corrupt")
-                return
-            self._deliver(load, LoadedItem(entry.header, entry.content, "host"), entry, seconds)
 
     def _disk_read(self, load: Loading, outcome: DiskRead | str) -> None:
         """Delivers, and keeps what was read in host memory for the next one who wants it."""
@@ -254,8 +271,8 @@ class Loads:
             if isinstance(outcome, str) or self._cold is None:
                 self._fail(load, str(outcome))
                 return
-            self._cold.speed.measured(outcome.item.nbytes, outcome.seconds)
-            header = outcome.item.header
+            self._cold.speed.measured(outcome.content.nbytes, outcome.seconds)
+            header = outcome.header
             entry = self._host.entries.get(load.name)
             if entry is not None and entry.header.position < header.position:
                 self._host.remove(entry)  # a manifest that another replica has replaced
@@ -266,7 +283,8 @@ class Loads:
             for fetch, _ in load.waiters:
                 if entry is not None:
                     self._hold(fetch, entry)
-            self._deliver(load, outcome.item, entry, outcome.verify_seconds)
+            item = LoadedItem(header, outcome.content, "disk", self.unpack_speed)
+            self._deliver(load, item, entry, outcome.verify_seconds)
             self._room()
 
     def _deliver(

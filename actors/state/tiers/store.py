@@ -82,15 +82,17 @@ class TieredStore:
     def put(self, item: Item, *, durable: bool = False, pinned: bool = False) -> bool:
         name = item.header.name
         with self._lock:
-            if pinned:
-                self._pins.add(name)
             entry = self._host.entries.get(name)
-            if entry is not None and name.kind is not Kind.SESSION:
-                self._used(entry)
-                return not durable or self._owe(entry)
-            if not self._packer.has_room(item):
+            known = entry is not None and name.kind is not Kind.SESSION
+            if not known and not self._packer.has_room(item):
                 self._host.refused += 1
                 return False
+            if pinned:
+                self._pins.add(name)
+            if entry is not None and known:
+                self._used(entry)
+                self._mark(entry)
+                return not durable or self._owe(entry)
             if entry is not None:
                 self._host.remove(entry)
             self._host.seen.add(name)
