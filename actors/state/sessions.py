@@ -32,6 +32,7 @@ from expertmesh.actors.state.manifest import (
     session_name,
     to_item,
 )
+from expertmesh.actors.state.pins import Pins
 from expertmesh.actors.state.session_messages import Problem, SessionProblem
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.store import Fetch, Store
@@ -99,7 +100,7 @@ class Sessions:
         self._entries: dict[Name, Entry] = {}
         self._of: defaultdict[str, set[str]] = defaultdict(set)  # tenant -> living sessions
         self._owned: Counter[str] = Counter()  # how many by owner
-        self._pins: Counter[Name] = Counter()
+        self._pins = Pins(store)
         self._next_sweep = float("-inf")
 
     @property
@@ -260,7 +261,7 @@ class Sessions:
         entry = self._entries[name] = Entry(manifest)
         self._count(manifest.tenant, manifest.session, not manifest.deleted)
         if not manifest.deleted:
-            self._pin(manifest.point().names)
+            self._pins.add(manifest.point().names)
         if old is not None:
             old.let_go()
             entry.before = [*old.before, old.manifest]
@@ -318,24 +319,10 @@ class Sessions:
         if manifest.deleted:
             return
         tip = manifest.point()
-        self._unpin(tip.names)
+        self._pins.remove(tip.names)
         # A snapshot off the grid serves no other prefix; the rest is the prefix cache's.
-        if tip.begun and not any(self._pins[name] for name in tip.end):
+        if tip.begun and not self._pins.any(tip.end):
             self.store.drop(tip.end)
-
-    def _pin(self, names: Sequence[Name]) -> None:
-        first = [name for name in names if not self._pins[name]]
-        self._pins.update(names)
-        if self.durable:
-            self.store.pin(first)
-
-    def _unpin(self, names: Sequence[Name]) -> None:
-        self._pins.subtract(names)
-        last = [name for name in names if self._pins[name] <= 0]
-        for name in last:
-            del self._pins[name]
-        if self.durable:
-            self.store.unpin(last)
 
     def hold(self, tenant: str, session: str, fetch: Fetch) -> None:
         """What was loaded stays in memory for the session's next request, or for HELD_S."""

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.bench import state_sessions
 from tests.support.checkpoints import write_checkpoint
 from tests.support.http_server import free_port
 from tests.support.server_process import ServerProcess, server_process, wait_for
@@ -116,6 +117,13 @@ def test_a_killed_server_resumes_what_was_suspended(model: Path, tmp_path: Path)
             assert server.post("/v1/sessions/s/resume")["restored_tokens"] == 0
         again = server.turn(prompt, "s")
         assert again["cached"] == 0 and len(again["ids"]) == 40
+
+
+def test_the_benchmark_kills_and_compares() -> None:
+    result = state_sessions.main(["--sessions", "2", "--longest", "1200", "--each", "2"])
+    assert (result["sessions"], result["identical"], result["kills"]) == (2, 2, 2)
+    assert result["recomputed_tokens"] == result["restored_nothing"] == 0
+    assert result["rows_compared"] == 2 * state_sessions.NEXT
 
 
 @pytest.mark.timeout(400)
