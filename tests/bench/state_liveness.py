@@ -35,6 +35,7 @@ OPERATION_S = 0.002  # by which an operation moves it
 SESSIONS, PAGES = 400, 4
 OUTSTANDING = 12  # fetches at a time
 WEATHER = 5000  # operations, ten seconds, until the disk is in another state
+SAMPLE = 5000  # operations between two looks at memory
 SETTLED = 0.4  # of the operations: until then the tiers fill and allocators grow
 
 
@@ -132,7 +133,7 @@ def soak(operations: int, seed: int) -> dict[str, Any]:
     for at in range(operations):
         if at % WEATHER == 0:
             weather.change()
-        if at % max(1, operations // 100) == 0:
+        if at % SAMPLE == 0:
             gc.collect()
             memory.append((at, process.memory_info().rss / 1e6))
         run.step()
