@@ -173,7 +173,7 @@ class DiskLog:
                 return False
             held = found.writer.index.segments[found.segment]
             items = len(held.names)
-            for name in list(held.names):
+            for name in sorted(held.names):
                 if found.writer.index.entries[name].pinned and self._copy(found, name):
                     items -= 1
             self._writer.commit()
