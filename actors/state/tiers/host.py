@@ -14,6 +14,8 @@ from expertmesh.actors.state.tiers.frequency import FrequencySketch
 
 HIGH, LOW = 85, 70  # per cent of the capacity: where eviction starts, and where it ends
 
+BITE = 128  # items that one reclaim looks at
+
 
 class HostTier:
     """Entries by name. Only bookkeeping: threads, packing and disk belong to the store.
@@ -34,6 +36,8 @@ class HostTier:
         self.writing_bytes = 0  # taken over and not packed yet
         self._leaving_bytes = 0
         self._raw_bytes = 0
+        self._in_use: dict[Name, Entry] = {}  # held or pinned
+        self._reclaiming = False
 
     @property
     def used(self) -> int:
@@ -71,6 +75,7 @@ class HostTier:
         elif entry.state is State.EVICTING:
             self._leaving_bytes -= entry.nbytes
         self._raw_bytes -= entry.content.raw_bytes
+        self._in_use.pop(entry.name, None)
         self.order.remove(entry)
 
     def touch(self, entry: Entry) -> int:
@@ -82,6 +87,7 @@ class HostTier:
         """Until released it is not evicted. What was about to leave stays."""
         self.stay(entry)
         entry.holders += 1
+        self._note_use(entry)
 
     def stay(self, entry: Entry) -> None:
         """Somebody wants what may have been about to leave."""
@@ -93,17 +99,29 @@ class HostTier:
         if entry.holders < 1:
             raise ValueError(f"{entry.name} is released more often than held")
         entry.holders -= 1
-        if self.entries.get(entry.name) is entry:
-            self.order.offer(entry)
+        self._note_use(entry)
+
+    def pin(self, entry: Entry, pinned: bool) -> None:
+        """A pinned entry is not evicted."""
+        entry.pinned = pinned
+        self._note_use(entry)
+
+    @property
+    def held(self) -> int:
+        """References to what is here."""
+        return sum(entry.holders for entry in self._in_use.values())
 
     def reclaim(self, copies: int) -> list[Name]:
-        """From the high watermark down to the low one: the least valuable are dropped, those worth
-        a copy below (at most `copies`) are marked as leaving and returned. Above the capacity
-        nothing waits for a copy (a disk that is slow must not stop the host tier)."""
+        """From the high watermark down to the low one, some items at a time, for the engine waits
+        for the lock: the least valuable are dropped, those worth a copy below (at most `copies`)
+        are marked as leaving and returned. Above the capacity nothing waits for a copy (a disk that
+        is slow must not stop the host tier)."""
         copy: list[Name] = []
-        if self.used * 100 <= HIGH * self.capacity:
-            return copy
-        while (self.used - self._leaving_bytes) * 100 > LOW * self.capacity:
+        self._reclaiming = self._reclaiming or self.used * 100 > HIGH * self.capacity
+        for _ in range(BITE if self._reclaiming else 0):
+            if (self.used - self._leaving_bytes) * 100 <= LOW * self.capacity:
+                self._reclaiming = False
+                break
             entry = self.order.pop()
             if entry is None:
                 break
@@ -140,7 +158,7 @@ class HostTier:
             other_bytes=sizes[Kind.SESSION],
             raw_bytes=self._raw_bytes,
             items=len(self.entries),
-            pinned=sum(1 for entry in self.entries.values() if entry.pinned or entry.holders),
+            pinned=len(self._in_use),
             hits=self.hits,
             misses=self.misses,
             refused=self.refused,
@@ -148,10 +166,19 @@ class HostTier:
             read_only=self.read_only,
         )
 
+    def _note_use(self, entry: Entry) -> None:
+        if self.entries.get(entry.name) is not entry:
+            return
+        if entry.holders or entry.pinned:
+            self._in_use[entry.name] = entry
+        else:
+            self._in_use.pop(entry.name, None)
+            self.order.offer(entry)
+
     def _worth_copying(self, entry: Entry) -> bool:
         """TinyLFU: what was seen once is not worth a write (kv-state 3.6)."""
         return self.seen.count(entry.name) > 1 and not self._below(entry.name)
 
     def _leaving(self) -> Iterator[Entry]:
-        if self._leaving_bytes:
+        if self._leaving_bytes and self.used > self.capacity:
             yield from [e for e in self.entries.values() if e.state is State.EVICTING]

@@ -178,8 +178,7 @@ class TieredStore:
         """Fetches under way, items held by fetches, bytes that reads may take: zero when nobody
         wants anything."""
         with self._lock:
-            held = sum(entry.holders for entry in self._host.entries.values())
-            return self._loads.active, held, self._loads.reserved
+            return self._loads.active, self._host.held, self._loads.reserved
 
     def stats(self) -> StoreStats:
         with self._lock:
@@ -235,6 +234,7 @@ class TieredStore:
         with self._lock:
             if self._writer is not None:
                 self._writer.tick()
+            self._make_room()
             for name in self._crew.dead:
                 self._lose(name)
         self._loads.announce()
@@ -333,8 +333,7 @@ class TieredStore:
 
     def _mark(self, entry: Entry) -> None:
         """A pinned item stays in host memory as long as nothing below has it."""
-        entry.pinned = entry.name in self._pins and not self._on_disk(entry.name)
-        self._host.order.offer(entry)
+        self._host.pin(entry, entry.name in self._pins and not self._on_disk(entry.name))
 
     def _change_pins(self, names: Sequence[Name], pinned: bool) -> None:
         with self._lock:

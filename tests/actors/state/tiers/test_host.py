@@ -7,7 +7,7 @@ import pytest
 from expertmesh.actors.state.item import Item, Kind, Name
 from expertmesh.actors.state.tiers.content import store_packed
 from expertmesh.actors.state.tiers.entry import Entry, State
-from expertmesh.actors.state.tiers.host import HostTier
+from expertmesh.actors.state.tiers.host import BITE, HostTier
 from tests.support.tiers import names, page, pages, session, snapshot
 
 ROOMY = 1 << 30
@@ -106,15 +106,15 @@ def test_held_pinned_owed_and_unpacked_items_stay() -> None:
     host = HostTier(ROOMY)
     entries = [keep(host, page(tag, 0)) for tag in "abcd"]
     host.hold(entries[0])
-    entries[1].pinned = True
+    host.pin(entries[1], True)
     entries[2].durable = True
     _, content = store_packed(page("e", 0), "raw")
     host.add(page("e", 0).header, content)
     assert eaten(host) == [entries[3].name]
     host.release(entries[0])
-    entries[1].pinned = entries[2].durable = False
-    for entry in entries[1:3]:
-        host.order.offer(entry)
+    host.pin(entries[1], False)
+    entries[2].durable = False
+    host.order.offer(entries[2])
     assert set(eaten(host)) == {entry.name for entry in entries[:3]}
     with pytest.raises(ValueError, match="more often"):
         host.release(entries[0])
@@ -142,6 +142,18 @@ def test_reclaims_from_the_high_watermark_to_the_low_one() -> None:
     host.reclaim(0)
     assert len(host.entries) == 70
     assert host.stats().evictions == 16
+
+
+def test_reclaims_a_bite_at_a_time() -> None:
+    host = HostTier(1000 * STORED)
+    for at in range(900):
+        keep(host, page(f"{at}", 0))
+    host.reclaim(0)
+    assert len(host.entries) == 900 - BITE
+    host.reclaim(0)
+    assert len(host.entries) == 700  # below the high watermark it goes on to the low one
+    host.reclaim(0)
+    assert len(host.entries) == 700
 
 
 def test_what_was_seen_twice_is_copied_before_it_leaves() -> None:
