@@ -5,13 +5,14 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from expertmesh.deploy.bench.codecs import Row
 from expertmesh.deploy.bench.tiers_hits import Hit
 from expertmesh.deploy.bench.tiers_load import Load
 from expertmesh.deploy.bench.tiers_memory import Memory
 from expertmesh.deploy.bench.tiers_recall import Point
-from expertmesh.deploy.eval.plots import COLOURS, log2_axis, panels, save
+from expertmesh.deploy.eval.plots import COLOURS, log2_axis, save
 
 MIB = 2**20
 
@@ -90,35 +91,55 @@ def plot_hits(found: Sequence[Hit], path: Path) -> None:
 
 
 def plot_recall(found: Sequence[Point], path: Path) -> None:
-    """Share of right answers against the share of the latents that stays resident, a panel per
-    task, a line per length; the rightmost point of a line reads everything."""
+    """Against the share of the latents that stays resident: above the share of right answers, below
+    how far predictions are from those with everything. A column per task, a colour per length, a
+    mark per way of reading old tokens."""
     tasks = _ordered(one.cell.task for one in found)
-    figure, axes = panels(len(tasks))
-    for task, axis in zip(tasks, axes, strict=True):
-        for at, length in enumerate(sorted({one.cell.length for one in found})):
-            own = sorted(
-                (one for one in found if (one.cell.task, one.cell.length) == (task, length)),
-                key=lambda one: one.share,
-            )
-            recall = [one.cell.recall for one in own]
-            bars = [
-                [one.share - one.low for one in recall],
-                [one.high - one.share for one in recall],
-            ]
-            axis.errorbar(
-                [one.share for one in own], [one.share for one in recall], yerr=bars, marker="o",
-                markersize=4, capsize=2, linewidth=1.2, color=COLOURS[at % len(COLOURS)],
-                label=f"{length} tokens",
-            )  # fmt: skip
-        axis.axvline(0.25, color="black", linewidth=0.8, linestyle=":")
-        axis.set_xlim(0, 1.03)
-        axis.set_ylim(-0.03, 1.03)
-        axis.grid(alpha=0.3)
-        axis.set_title(task)
-    axes[0].set_ylabel("share right")
-    axes[-1].legend(fontsize=8, loc="best")
+    lengths = sorted({one.cell.length for one in found})
+    figure = Figure(figsize=(0.8 + 2.5 * len(tasks), 5), layout="constrained")
+    grid = figure.subplots(2, len(tasks), squeeze=False, sharex=True, sharey="row")
+    for task, right, apart in zip(tasks, grid[0], grid[1], strict=True):
+        for one in found:
+            if one.cell.task == task:
+                colour = COLOURS[lengths.index(one.cell.length) % len(COLOURS)]
+                _mark(one, right, apart, colour)
+        right.set_title(task)
+        for axis in (right, apart):
+            axis.axvline(0.25, color="black", linewidth=0.8, linestyle=":")
+            axis.set_xlim(0, 1.05)
+            axis.grid(alpha=0.3)
+    grid[0][0].set_ylabel("share right")
+    grid[0][0].set_ylim(-0.03, 1.05)
+    grid[1][0].set_ylabel("KL from exact, nats")
+    grid[1][0].set_yscale("log")
+    marks = [
+        Line2D([], [], color="grey", marker=mark, linestyle="", label=what)
+        for what, mark in MARKS.items()
+    ]
+    marks += [
+        Line2D([], [], color=COLOURS[at % len(COLOURS)], label=f"{length} tokens")
+        for at, length in enumerate(lengths)
+    ]
+    figure.legend(handles=marks, fontsize=8, loc="outside upper center", ncols=len(marks))
     figure.supxlabel("resident share of the latents (dotted: a quarter)", fontsize=10)
     save(figure, path)
+
+
+MARKS = {"exact": "s", "blind": "x", "select, sketch": "o", "select, base": "^"}
+
+
+def _mark(one: Point, right: Axes, apart: Axes, colour: str) -> None:
+    mode, *_, codec = one.cell.mode.split(" ")
+    what = mode
+    if mode == "select":
+        what = "select, base" if codec in ("int8", "int4") else "select, sketch"
+    recall = one.cell.recall
+    right.errorbar(
+        one.share, recall.share, yerr=[[recall.share - recall.low], [recall.high - recall.share]],
+        marker=MARKS[what], markersize=5, capsize=2, linewidth=0.8, color=colour,
+    )  # fmt: skip
+    if one.cell.divergence > 0:
+        apart.plot(one.share, one.cell.divergence, MARKS[what], markersize=5, color=colour)
 
 
 def plot_codecs(found: Sequence[Row], path: Path) -> None:

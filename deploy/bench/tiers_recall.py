@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from expertmesh.actors.state.pages import pages_for
-from expertmesh.actors.state.settings import StateSettings
+from expertmesh.actors.state.settings import Codec, StateSettings
 from expertmesh.deploy.bench.tiers_resident import Resident
 from expertmesh.deploy.eval.asking import Answer
 from expertmesh.deploy.eval.cases import Maker
@@ -14,8 +14,10 @@ from expertmesh.deploy.eval.subject import Subject
 
 TASKS = ("single", "multikey", "kept", "frequent", "returning")
 
-# (window_tokens, select_pages), from little to much that stays
-SETTINGS = ((256, 4), (1024, 16))
+# (window_tokens, select_pages, codec): what is not read exactly is taken from a sketch on the
+# device, or, with int8 and int4, from rows in host memory.
+Setting = tuple[int, int, Codec]
+SETTINGS: tuple[Setting, ...] = ((256, 4, "lossless"), (1024, 16, "lossless"), (256, 4, "int4"))
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +44,7 @@ def recall(
     lengths: Sequence[int],
     probes: int,
     told: Callable[[str], None] = lambda line: None,
-    settings: Sequence[tuple[int, int]] = SETTINGS,
+    settings: Sequence[Setting] = SETTINGS,
     tasks: Sequence[str] = TASKS,
 ) -> list[Point]:
     """Each of the settings, and reading nothing old, compared with reading everything on the same
@@ -60,18 +62,20 @@ def recall(
                     cell=cell(task, length, "exact", full, full),
                 )
             )  # fmt: skip
-            for window in sorted({window for window, _ in settings}):
+            for window in sorted({window for window, _, _ in settings}):
                 state = StateSettings(window_tokens=window)
                 mode = Mode(f"blind {window}", "exact", state, blind=True)
                 answers = answer(subject, maker, mode, task, length, plan)
                 points.append(_blind(subject, window, answers, full, task, length))
-            for window, pages in settings:
-                state = StateSettings(window_tokens=window, select_pages=pages)
-                mode = Mode(f"select {window}+{pages}", "select", state)
+            for window, pages, codec in settings:
+                state = StateSettings(window_tokens=window, select_pages=pages, codec=codec)
+                mode = Mode(f"select {window}+{pages} {codec}", "select", state)
                 most = Resident()
                 answers = answer(subject, maker, mode, task, length, plan, most.look)
-                points.append(_point(subject, window, pages, most, answers, full, task, length))
-                told(_line(points[-1]))
+                own = cell(task, length, mode.name, answers, full)
+                points.append(_point(subject, state, most, answers, own))
+            for point in points[-len(settings) :]:
+                told(_line(point))
     return points
 
 
@@ -87,23 +91,16 @@ def _blind(
 
 
 def _point(
-    subject: Subject,
-    window: int,
-    pages: int,
-    most: Resident,
-    answers: list[Answer],
-    full: list[Answer],
-    task: str,
-    length: int,
+    subject: Subject, state: StateSettings, most: Resident, answers: list[Answer], own: Cell
 ) -> Point:
-    whole = pages_for(length) * subject.page_bytes
+    whole = pages_for(own.length) * subject.page_bytes
     steps = sum(len(one.probe.ids) - 1 for one in answers)  # the first token comes of the prompt
     layers = subject.config.num_layers - len(subject.config.kda_layers)
     read = sum(one.kv.read_pages for one in answers if one.kv is not None)
     return Point(
-        window=window, pages=pages, share=most.answering / whole, scratch=most.scratch / whole,
-        resident=most.answering, read_pages=read / max(1, steps * layers),
-        cell=cell(task, length, f"select {window}+{pages}", answers, full),
+        window=state.window_tokens, pages=state.select_pages, share=most.answering / whole,
+        scratch=most.scratch / whole, resident=most.answering,
+        read_pages=read / max(1, steps * layers), cell=own,
     )  # fmt: skip
 
 
@@ -112,5 +109,6 @@ def _line(point: Point) -> str:
     assert one.loss is not None
     return (
         f"recall, {one.task} at {one.length}, {one.mode}: {point.share:.1%} resident, "
-        f"{one.recall.right}/{one.recall.n}, loses {one.loss.points:+.1f} points"
+        f"{one.recall.right}/{one.recall.n}, loses {one.loss.points:+.1f} points, "
+        f"{one.divergence:.5f} nats apart"
     )

@@ -38,7 +38,7 @@ def measured(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Meas
         memory=[measure(subject, mode, 832, 64, 4) for mode in ("exact", "offload")],
         load=loads(subject, work, folder / "load"),
         hits=hits(subject, [192], 1, folder / "hits"),
-        recall=recall(subject, maker, [512], 1, settings=[(64, 4)], tasks=["single"]),
+        recall=recall(subject, maker, [512], 1, settings=[(64, 4, "raw")], tasks=["single"]),
         codecs=[row("raw", 32.0, 0.0), row("int8", 8.3, 1e-5), row("int4", 4.3, 4e-3)],
     )
 
@@ -99,7 +99,7 @@ def test_recall_is_given_with_its_control(measured: Measured) -> None:
     assert full.share == 1 and full.cell.divergence == 0
     assert blind.cell.mode == "blind 64" and blind.cell.divergence > 0
     # So short a text does not leave the device: all is read, and it is the same to the last bit.
-    assert near.cell.mode == "select 64+4" and near.cell.divergence == 0
+    assert near.cell.mode == "select 64+4 raw" and near.cell.divergence == 0
 
 
 def test_every_part_has_its_table_and_its_plot(
