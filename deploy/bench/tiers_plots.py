@@ -33,13 +33,14 @@ def plot_memory(found: Sequence[Memory], path: Path) -> None:
         host.plot(tokens, [one.host / MIB for one in own], "o-", color=colour, label=mode)
         pss.plot(tokens, [one.pss / MIB for one in own], "o-", color=colour, label=mode)
         pss.plot(tokens, [one.peak_pss / MIB for one in own], ":", color=colour)
-    device.set_title("on the device while answering, accounted")
-    host.set_title("old pages in host memory, accounted")
-    pss.set_title("PSS of the process (dotted: its peak)")
+    device.set_title("on the device, answering")
+    host.set_title("old pages in host memory")
+    pss.set_title("PSS of the process (dotted: peak)")
     for axis in (device, host, pss):
         log2_axis(axis, lengths)
         axis.set_yscale("symlog", base=2, linthresh=1)
-        axis.set_ylabel("MiB")
+        axis.yaxis.set_major_formatter("{x:g}")
+    device.set_ylabel("MiB")
     device.legend(fontsize=8)
     figure.supxlabel("tokens of prompt", fontsize=10)
     save(figure, path)
@@ -129,10 +130,9 @@ MARKS = {"exact": "s", "blind": "x", "select, sketch": "o", "select, base": "^"}
 
 
 def _mark(one: Point, right: Axes, apart: Axes, colour: str) -> None:
-    mode, *_, codec = one.cell.mode.split(" ")
-    what = mode
-    if mode == "select":
-        what = "select, base" if codec in ("int8", "int4") else "select, sketch"
+    what, *setting = one.cell.mode.split(" ")
+    if what == "select":
+        what = "select, base" if setting[-1] in ("int8", "int4") else "select, sketch"
     recall = one.cell.recall
     right.errorbar(
         one.share, recall.share, yerr=[[recall.share - recall.low], [recall.high - recall.share]],
