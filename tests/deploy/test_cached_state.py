@@ -1,24 +1,19 @@
 """What clients say about cached state, whose it is, and what they are told of it."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import grpc
 import pytest
 
-from expertmesh.actors.attention.messages import GenerateRequest, KvReport
+from expertmesh.actors.attention.messages import KvReport
 from expertmesh.deploy.auth.keys import ApiKey, hash_key
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.openai.tenant import tenant_of
-from expertmesh.deploy.rpc.v1.engine_pb2_grpc import EngineStub
 from tests.deploy.test_telemetry import samples
 from tests.support.door import Door
 from tests.support.fake_client import FakeEngineClient
-from tests.support.grpc_calls import Answer, ask, refused
-from tests.support.grpc_server import grpc_server
 from tests.support.http_server import http_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -137,38 +132,6 @@ class TestReports:
         assert "kv" not in door.complete("x")["choices"][0]
         events = door.events(COMPLETIONS, prompt="x", max_tokens=2)
         assert all("kv" not in choice for event in events for choice in event["choices"])
-
-
-class TestGrpc:
-    @pytest.fixture
-    def client(self) -> FakeEngineClient:
-        return FakeEngineClient()
-
-    @pytest.fixture
-    def engine(self, client: FakeEngineClient, served: ServedModel) -> Iterator[EngineStub]:
-        with grpc_server(client, served) as server, grpc.insecure_channel(server.address) as to:
-            yield EngineStub(to)
-
-    def test_is_http_s_twin(self, engine: EngineStub, client: FakeEngineClient) -> None:
-        client.kv, client.cached = REPORT, lambda request: 3
-        wish = ask("hello", cache_salt="s", kv_mode="select", session_id="chat-1", max_tokens=2)
-        end = Answer(engine.Generate(wish, timeout=30)).ends[0]
-        (request,) = client.requests
-        assert (request.tenant, request.kv_mode, request.session) == ("/s", "select", "chat-1")
-        assert end.cached_tokens == 3
-        assert {name: getattr(end.kv, name) for name in TOLD} == TOLD
-        client.kv = None
-        assert not Answer(engine.Generate(ask(max_tokens=1), timeout=30)).ends[0].HasField("kv")
-        assert _state(client.requests[-1]) == ("/", "", "")
-
-    def test_refuses_by_name(self, engine: EngineStub) -> None:
-        for field, value in (("cache_salt", ""), ("kv_mode", "x"), ("session_id", "a/b")):
-            _, _, details = refused(engine.Generate(ask(**{field: value}), timeout=30))
-            assert details["BadRequest"].field_violations[0].field == field
-
-
-def _state(request: GenerateRequest) -> tuple[str, str, str]:
-    return request.tenant, request.kv_mode, request.session
 
 
 class TestRealEngine:
