@@ -167,7 +167,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        busy = len(self._sequences) > self.cache.loading
+        queued = min(len(self.scheduler.waiting), self.settings.lookahead)
+        busy = bool(self.scheduler.running) or queued > self.cache.loading
         return bool(self.inbox) or busy or self.sessions.has_work
 
     def stats(self) -> EngineStats:
@@ -318,7 +319,7 @@ class Engine:
 
     def _check_idle(self) -> None:
         # What has arrived since the plan was made is served by the next one.
-        if len(self._sequences) > self.cache.waiting:
+        if self._sequences and not self.cache.waiting:
             heads = self.scheduler.running[:1] + self.scheduler.waiting[:1]
             raise EngineStalled(
                 f"{len(self.scheduler.running)} running and {len(self.scheduler.waiting)} waiting, "

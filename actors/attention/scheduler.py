@@ -82,8 +82,8 @@ class Scheduler:
         # from someone are not handed to the next in line at once.
         if self.preemptions == before:
             passed: list[Sequence] = []
-            for seq in self.waiting[: self.settings.lookahead]:
-                shared = self.cache.attach(seq)
+            for at, seq in enumerate(self.waiting[: self.settings.lookahead]):
+                shared = self.cache.attach(seq, first=at == 0)
                 if shared is None:
                     continue
                 need, room = self._pages_to_start(seq)

@@ -2,8 +2,9 @@
 
 Everything here runs on the engine's thread. A sequence
 
-- `open`s: its names are made, and loading what lower tiers have of it begins;
-- is `attach`ed when the scheduler would start it: pages that are on the device are shared;
+- `open`s: its names are made;
+- is `attach`ed when the scheduler would start it: first what lower tiers have is loaded, then pages
+  that are on the device are shared;
 - `begin`s: its slot and its own pages get what they start from, or zeros;
 - `commit`s after each step that has completed: what is whole gets its name, for others to find;
 - `close`s, or is `withdraw`n when its state cannot be trusted.
@@ -59,7 +60,7 @@ class StateCache:
         self._count = CacheStats(snapshots_total=state.snapshots)
         self._ceiling = Ceiling()
         self.lookup = Lookup(self.device, store, settings, self._count)
-        self._filled: list[Prefix] = []
+        self._filled: list[Owner] = []
 
     # --- a sequence arrives -------------------------------------------------------------------
 
@@ -75,7 +76,6 @@ class StateCache:
                 tip = None
         seq.prefix = Prefix(root, self.device.layout, tuple(switches), tip)
         self._ceiling.add(seq.prefix.all_keys(seq.tokens[: seq.prompt_len]))
-        self.lookup.ask(seq)
 
     def reopen(self, seq: Owner) -> None:
         """The sequence has lost its pages and slot and will start again."""
@@ -101,18 +101,19 @@ class StateCache:
 
     # --- it starts ----------------------------------------------------------------------------
 
-    def attach(self, seq: Owner) -> int | None:
-        """How many pages the sequence will read that it need not take; None while it loads.
+    def attach(self, seq: Owner, first: bool = True) -> int | None:
+        """How many pages the sequence will read that it need not take; None while it loads. first:
+        in the queue.
 
         It reads them from now on; `detach` or `begin` follows. Its `computed` is where it begins.
         """
         prefix = seq.prefix
-        if not self.lookup.answered(seq):
+        if not self.lookup.answered(seq, first):
             return None
         start = prefix.start = self.lookup.here(seq)
         if prefix.tip is not None and start.position < prefix.tip.position:
             self._forget_tip(seq)
-            return self.attach(seq)
+            return self.attach(seq, first)
         seq.computed = start.position
         nodes = [self.device.find(name) for name in start.names[:-1]]
         old = self._old(seq)
@@ -179,6 +180,8 @@ class StateCache:
             self.state.zero_slot(seq.slot)
             if prefix.start.position:
                 fills += self._restore(seq)
+            if prefix.loaded:
+                self._filled.append(seq)
             self._note_start(seq)
             prefix.published = len(prefix.shared)
             if NOTHING in prefix.shared:
@@ -204,8 +207,6 @@ class StateCache:
             for at, name in enumerate(pages)
             if prefix.shared[at] == NOTHING and seq.pages[at] != NO_PAGE
         ]
-        if prefix.loaded:
-            self._filled.append(prefix)
         if content is None and not copied:
             return []
         return [LayerFill(self.state, copied, seq.slot, content)]
@@ -274,8 +275,8 @@ class StateCache:
     def arrived(self) -> None:
         """The step has ended: what was loaded for it is on the device."""
         self.state.filling = ()
-        for prefix in self._filled:
-            prefix.let_go()
+        for seq in self._filled:
+            self.lookup.stop(seq)
         self._filled = []
 
     def commit(self, seq: Owner) -> None:

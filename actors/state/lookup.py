@@ -17,6 +17,8 @@ CHOICES = 8
 PACE = 0.2
 # How often the disk is looked at for what other replicas have written.
 NOTE_S = 1.0
+# Queued sequences hold half as many bytes from lower tiers as the host tier has, or so many.
+LEAST_HELD = 64 << 20
 
 
 class Lookup:
@@ -29,36 +31,49 @@ class Lookup:
         self.device, self.store, self.settings = device, store, settings
         self._count = count
         self._fetching: dict[int, Prefix] = {}  # by the number of the sequence that waits
+        self._postponed: set[int] = set()  # those that wait until they may load
+        self._held: dict[int, int] = {}  # bytes that were asked for, until the sequence begins
+        self._most_held = max(settings.host_bytes // 2, LEAST_HELD)
         self._token_s, self._step_s = 1e-4, 1e-3  # of a prompt token, and of a decode step
         self._note_due = 0.0
 
     @property
     def waiting(self) -> int:
-        """Sequences with a load whose outcome they have not seen."""
-        return len(self._fetching)
+        """Sequences with a load whose outcome they have not seen, or not allowed yet."""
+        return len(self._fetching) + len(self._postponed)
 
     @property
     def loading(self) -> int:
-        """Of these, the ones whose load has not ended."""
-        return sum(p.fetch is not None and not p.fetch.done for p in list(self._fetching.values()))
+        """Of these, the ones that no step would help before a load has ended."""
+        fetching = list(self._fetching.values())
+        ended = sum(prefix.fetch is None or prefix.fetch.done for prefix in fetching)
+        return 0 if ended == len(fetching) else self.waiting - ended
 
     # --- asking lower tiers -------------------------------------------------------------------
 
-    def ask(self, seq: Owner) -> None:
-        """Starts to load what lower tiers have, where that is sooner here than computed again."""
+    def _ask(self, seq: Owner, first: bool) -> bool:
+        """Starts to load what lower tiers have, where that is sooner here than computed again.
+        False: later, when others in the queue have begun with what they hold."""
         prefix = seq.prefix
-        if self.store is not None and not prefix.noted and self._take_note(seq):
-            return
-        prefix.looked = True
         if self.store is None:
-            return
+            prefix.looked = True
+            return True
+        if not prefix.noted and self._take_note(seq):
+            return True
         start = self._soonest(seq)
         missing = [name for name in start.names if not self.device.has(name)]
         if missing:
+            size = sum(self.device.state.layout.nbytes(name.kind) for name in missing)
+            if self._held and not first and sum(self._held.values()) + size > self._most_held:
+                self._postponed.add(seq.number)
+                return False
             prefix.fetch = self.store.fetch(missing, self.settings.read_timeout_s)
             prefix.asked_at = time.monotonic()
             self._fetching[seq.number] = prefix
+            self._held[seq.number] = size
             self._count.loads += 1
+        prefix.looked = True
+        return True
 
     def _take_note(self, seq: Owner) -> bool:
         """Whether the sequence waits until the disk has been looked at. It does when another
@@ -76,10 +91,11 @@ class Lookup:
             self._fetching[seq.number] = prefix
         return begun
 
-    def answered(self, seq: Owner) -> bool:
+    def answered(self, seq: Owner, first: bool) -> bool:
         """Whether lower tiers have said all there is to say. What was loaded is then in
-        `prefix.loaded`."""
+        `prefix.loaded`. first: in the queue, which may load whatever others hold."""
         prefix = seq.prefix
+        self._postponed.discard(seq.number)
         while True:
             if prefix.fetch is not None and not prefix.fetch.done:
                 return False
@@ -87,7 +103,8 @@ class Lookup:
                 self._take_over(seq)
             if prefix.looked:
                 return True
-            self.ask(seq)
+            if not self._ask(seq, first):
+                return False
 
     def _take_over(self, seq: Owner) -> None:
         """Uses what a load has brought, if all of it is of these very tokens."""
@@ -100,11 +117,14 @@ class Lookup:
             prefix.loaded = {item.header.name: item for item in items}
             return
         self._count.loads_failed += prefix.looked
+        self._held.pop(seq.number, None)
         prefix.let_go()
 
     def stop(self, seq: Owner) -> None:
-        """Nobody waits for the sequence's load any more."""
+        """Nobody waits for the sequence's load any more, nor needs what it has brought."""
         self._fetching.pop(seq.number, None)
+        self._postponed.discard(seq.number)
+        self._held.pop(seq.number, None)
         seq.prefix.let_go()
 
     # --- what is sooner -----------------------------------------------------------------------

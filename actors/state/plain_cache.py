@@ -42,7 +42,7 @@ class PlainCache:
     def reopen(self, seq: Owner) -> None:
         pass
 
-    def attach(self, seq: Owner) -> int:
+    def attach(self, seq: Owner, first: bool = True) -> int:
         return 0
 
     def detach(self, seq: Owner) -> None:

@@ -15,7 +15,7 @@ import pytest
 from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.pages import pages_for
-from tests.support.engines import finish, request
+from tests.support.engines import check_idle, finish, request
 from tests.support.state_below import STALL_S, Tiers, wait_for
 from tests.support.state_model import cached, cacheless, small_model
 from tests.support.state_oracle import Oracle
@@ -234,6 +234,28 @@ def test_slow_or_failing_loads_never_stall_a_small_pool(fail: float) -> None:
     one.finish()
     one.check_all()
     assert store.loads and (fail < 1 or store.failed == store.loads)
+
+
+def test_a_long_queue_loads_a_few_at_a_time() -> None:
+    store = MemoryStore(faults=Faults(delay=0))
+    one = session(store, slots=2, pages=30, state={"snapshots": 30})
+    for i in range(12):
+        one.ask(f"first{i}", ids(150 + i, 200), 1)
+    one.engine.cache.evict()
+    store.faults.delay = 4
+    lookup = one.engine.cache.lookup
+    lookup._most_held = most = 100_000  # three of them
+    for i in range(12):
+        one.submit(f"r{i}", ids(150 + i, 200), 1 + i % 2)
+    held = 0
+    while one.open:
+        one.step()
+        held = max(held, sum(lookup._held.values()))
+        assert one.engine.has_work or store.loading or not one.open, "nobody would wake it"
+    check_idle(one.engine)
+    one.check_all()
+    assert sum(one.cached[f"r{i}"] for i in range(12)) == 12 * 192
+    assert 0 < held <= most and not lookup._held and not lookup.waiting
 
 
 # --- what fits an empty pool always fits (D9) -----------------------------------------------------
