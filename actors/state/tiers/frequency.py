@@ -1,12 +1,12 @@
 """How often names were seen lately, in a fixed amount of memory (TinyLFU's sketch)."""
 
 import struct
-from collections.abc import Iterator
 
 import numpy as np
 
 from expertmesh.actors.state.item import Name
 
+_WORDS = struct.Struct("<4I")
 _MOST = 15  # as TinyLFU: what is seen more often is simply popular
 
 
@@ -26,9 +26,10 @@ class FrequencySketch:
 
     def add(self, name: Name) -> int:
         """One more sighting; returns how many there were lately, this one included."""
-        seen = self.count(name)
+        places = self._places(name)
+        seen = min(row[at] for row, at in places)
         if seen < _MOST:
-            for row, at in self._places(name):
+            for row, at in places:
                 if row[at] == seen:  # conservative update: only what limits the estimate grows
                     row[at] = seen + 1
             seen += 1
@@ -41,9 +42,17 @@ class FrequencySketch:
         """Never too low (between halvings), seldom too high."""
         return min(row[at] for row, at in self._places(name))
 
-    def _places(self, name: Name) -> Iterator[tuple[bytearray, int]]:
-        words = struct.unpack_from("<4I", name.key)
-        return zip(self._rows, [(word ^ name.kind) & self._mask for word in words], strict=True)
+    def _places(self, name: Name) -> list[tuple[bytearray, int]]:
+        """One counter per row, from words of the key that are independent."""
+        mask, kind = self._mask, int(name.kind)
+        a, b, c, d = _WORDS.unpack_from(name.key)
+        rows = self._rows
+        return [
+            (rows[0], (a ^ kind) & mask),
+            (rows[1], (b ^ kind) & mask),
+            (rows[2], (c ^ kind) & mask),
+            (rows[3], (d ^ kind) & mask),
+        ]
 
     def _halve(self) -> None:
         for row in self._rows:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from expertmesh.actors.state.codec.packed import Packed
@@ -21,6 +22,7 @@ from expertmesh.actors.state.tiers.writer import ColdWriter
 
 _TICK_S = 0.02
 _DISK_READERS = 3
+_TOUCHES, _MOST_TOUCHES = 64, 4096  # names noted at a time, and calls that may wait for that
 # Items on their way to the disk pass through host memory; so much it has even where `host_bytes` is
 # less.
 TRANSIT_BYTES = 64 << 20
@@ -65,6 +67,7 @@ class TieredStore:
         )
         self._writer = None if disk is None else self._new_writer(disk, clock)
         self._packer = Packer(self._host, settings, self._lock, self._packed)
+        self._touched: deque[Sequence[Name]] = deque(maxlen=_MOST_TOUCHES)
         self._closed = threading.Event()
         self._crew = self._hire()
         self._crew.start()
@@ -101,13 +104,8 @@ class TieredStore:
             return not durable or self._owe(entry)
 
     def touch(self, names: Sequence[Name]) -> None:
-        with self._lock:
-            for name in names:
-                entry = self._host.entries.get(name)
-                if entry is not None:
-                    self._used(entry)
-                else:
-                    self._host.seen.add(name)
+        """Noted soon, in the background: a long prompt has thousands of pages."""
+        self._touched.append(names)
 
     def fetch(self, names: Sequence[Name], timeout_s: float, exact: bool = True) -> StoreFetch:
         return self._loads.start(names, timeout_s, exact)
@@ -238,7 +236,21 @@ class TieredStore:
             for name in self._crew.dead:
                 self._lose(name)
         self._loads.announce()
+        self._take_note()
         return not self._closed.wait(_TICK_S)
+
+    def _take_note(self) -> None:
+        """Of what was touched, some names at a time: the engine waits for the lock."""
+        while self._touched:
+            names = self._touched.popleft()
+            for at in range(0, len(names), _TOUCHES):
+                with self._lock:
+                    for name in names[at : at + _TOUCHES]:
+                        entry = self._host.entries.get(name)
+                        if entry is not None:
+                            self._used(entry)
+                        else:
+                            self._host.seen.add(name)
 
     def _lose(self, worker: str) -> None:
         """A tier whose thread is dead takes nothing any more; without readers it has nothing."""
