@@ -112,6 +112,30 @@ def test_one_query_against_exact_attention(most: int, error: float) -> None:
         assert (found - expected).norm() < error * expected.norm()
 
 
+@pytest.mark.parametrize("mass", [0.5, 1.0])
+def test_a_base_certifies_or_all_is_read(mass: float) -> None:
+    rows, pages = correlated(30), list(range(30))
+    settings = NEAR.model_copy(update={"codec": "int8", "select_mass": mass, "select_pages": 4})
+    shared = Offload(settings, RANK, SCALE, mla_decode, fit_pages=16)
+    certified, whole = shared.context("select"), shared.context("offload")
+    whole.leave(rows.unsqueeze(0), list(pages), len(rows))
+    certified.leave(rows.unsqueeze(0), pages, len(rows))
+    assert certified.index_bytes == 0  # the base is in host memory
+    assert certified.host_bytes > whole.host_bytes
+    for seed in range(4):
+        q = queries(3, seed) * 0.2
+        found = certified.decode(0, q, rows, pages, len(rows), SCALE)
+        expected = whole.decode(0, q, rows, pages, len(rows), SCALE)
+        reading = certified.reading
+        if mass == 1.0:  # nothing short of everything is good enough
+            assert torch.equal(found, expected) and reading.estimated_pages == 0
+            assert reading.bound == 0.0
+        else:
+            away = (found - expected).norm(dim=1) / found.norm(dim=1)
+            assert 0 < float(away.max()) <= reading.bound <= 0.5
+            assert reading.estimated_pages > 0 and reading.bits == 8.0
+
+
 def test_nothing_has_left_and_nothing_is_estimated() -> None:
     for mode in ("offload", "select"):
         long = text(mode)
