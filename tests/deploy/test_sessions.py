@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from expertmesh.actors.state.session_messages import Problem, SessionAnswer, SessionCall
+from expertmesh.deploy import replica_link
 from expertmesh.deploy.auth.keys import hash_key
 from expertmesh.deploy.cli import app as cli
 from expertmesh.deploy.edge_settings import EdgeSettings
@@ -20,8 +22,10 @@ from expertmesh.deploy.openai import session_answers
 from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.replica_sessions import ask_replicas
+from tests.support.client_scene import Scene, out, request, run, until
 from tests.support.door import Door, envelope
 from tests.support.fake_client import FakeEngineClient
+from tests.support.fake_replica import Method
 from tests.support.http_server import http_server
 from tests.support.session_answers import answering, view
 
@@ -240,3 +244,52 @@ class TestReplicas:
         for holders in ((), (Holder(silent=True),), (Holder(silent=True), Holder(silent=True))):
             with pytest.raises(EngineUnavailable):
                 ask("suspend", *holders)
+
+
+class TestClient:
+    """The client over attention actors, which are plain objects here."""
+
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(replica_link, "LOOK_SECONDS", 0.02)
+
+    def test_a_resumed_session_is_asked_for_where_it_is(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            asked: list[int] = []
+
+            def replica(number: int, version: int) -> Any:
+                async def session(call: bytes) -> bytes:
+                    wish = msgspec.msgpack.decode(call, type=SessionCall)
+                    await scene.replicas[number].pause()
+                    asked.append(number)
+                    answer = answering(wish)
+                    if wish.verb == "show":
+                        answer = SessionAnswer(view=view(wish.session, version))
+                    return msgspec.msgpack.encode(answer)
+
+                return Method(session)
+
+            for number, one in enumerate(scene.replicas):
+                one.session = replica(number, version=number)
+            call = SessionCall(verb="resume", tenant="a/", session="s")
+            answer = await scene.client.session(call)
+            assert answer.resumed is not None and answer.resumed.restored_tokens == 149
+            assert sorted(asked[:2]) == [0, 1] and asked[2:] == [
+                1
+            ]  # both are asked, the newest does
+            wish = msgspec.structs.replace(request("q"), tenant="a/", session="s")
+            task = asyncio.create_task(anext(aiter(scene.client.generate(wish))))
+            await until(lambda: scene.owner("q") is not None)
+            assert scene.owner("q") is scene.replicas[1]
+            scene.replicas[1].say(out("q", 1, finish="stop"))
+            assert (await task).token_ids == [1]
+            # One that has died is left out; without any there is no answer.
+            scene.replicas[1].dead.set()
+            view_of = SessionCall(verb="show", tenant="a/", session="s")
+            assert (await scene.client.session(view_of)).view is not None
+            scene.replicas[0].dead.set()
+            await until(lambda: set(scene.links().values()) == {"down"})
+            with pytest.raises(EngineUnavailable):
+                await scene.client.session(view_of)
+
+        run(scenario)

@@ -46,6 +46,7 @@ class FakeReplica:
         self.submit, self.abort = Method(self._submit), Method(self._abort)
         self.stream, self.stats = Method(self._stream), Method(self._stats)
         self.health = Method(self._health)
+        self.session: Method | None = None  # for a test to fill in
 
     async def pause(self) -> None:
         """Returns when the process runs; raises when it has died."""
