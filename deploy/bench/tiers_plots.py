@@ -121,7 +121,8 @@ def plot_recall(found: Sequence[Point], path: Path) -> None:
         Line2D([], [], color=COLOURS[at % len(COLOURS)], label=f"{length} tokens")
         for at, length in enumerate(lengths)
     ]
-    figure.legend(handles=marks, fontsize=8, loc="outside upper center", ncols=len(marks))
+    columns = min(len(marks), 1 + 2 * len(tasks))
+    figure.legend(handles=marks, fontsize=8, loc="outside upper center", ncols=columns)
     figure.supxlabel("resident share of the latents (dotted: a quarter)", fontsize=10)
     save(figure, path)
 
