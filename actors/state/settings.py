@@ -85,8 +85,8 @@ class StateSettings(BaseModel):
         0.98,
         gt=0,
         le=1,
-        description="Attention mass that selected pages should hold, by estimate. With int8 or int4, "
-        "1 minus this is the relative error that an attention output may have, proven.",
+        description="Attention mass that selected pages should hold, by estimate. With int8 or "
+        "int4, 1 minus this is the relative error that an attention output may have, proven.",
     )
     select_pages: int = Field(
         64, ge=1, description="Most old pages that a step reads exactly, per layer."
