@@ -97,7 +97,7 @@ def plot_recall(found: Sequence[Point], path: Path) -> None:
     mark per way of reading old tokens."""
     tasks = _ordered(one.cell.task for one in found)
     lengths = sorted({one.cell.length for one in found})
-    figure = Figure(figsize=(0.8 + 2.5 * len(tasks), 5), layout="constrained")
+    figure = Figure(figsize=(max(5.0, 0.8 + 2.5 * len(tasks)), 5), layout="constrained")
     grid = figure.subplots(2, len(tasks), squeeze=False, sharex=True, sharey="row")
     for task, right, apart in zip(tasks, grid[0], grid[1], strict=True):
         for one in found:
