@@ -107,7 +107,10 @@ def resume(folder: Path, layers: int, longest: int) -> None:
                     "number": number,
                     "same": rows == note["rows"] and ids == note["ids"],
                     "restored": report.restored_tokens,
-                    "recomputed": report.recomputed_tokens + note["length"] + TURN - 1 - cached,
+                    # It may begin behind the session's end, where the fork's prompt has left a
+                    # snapshot on disk: the same conversation, and the same names.
+                    "recomputed": max(0, note["length"] + TURN - 1 - cached),
+                    "beyond": cached > note["length"] + TURN - 1,
                     "bytes": report.bytes,
                     "load_ms": report.load_ms,
                     "verify_ms": report.verify_ms,
@@ -192,7 +195,7 @@ def one_death(folder: Path, plan: Any, options: Any) -> tuple[list[Any], list[An
 def summary(notes: list[Any], results: list[Any], opened: list[Any]) -> dict[str, Any]:
     allowed = [one["load_ms"] <= 1.25 * one["read_ms"] + 10 for one in results]
     sizes = [note["length"] for note in notes]
-    ratios = [one["load_ms"] / max(one["read_ms"], 1e-3) for one in results]
+    ratios = [one["load_ms"] / one["read_ms"] for one in results if one["bytes"]]
     largest = sorted(zip(sizes, results, strict=True), key=lambda pair: pair[0])[-8:]
     return {
         "sessions": len(results),
@@ -201,6 +204,7 @@ def summary(notes: list[Any], results: list[Any], opened: list[Any]) -> dict[str
         "rows_compared": NEXT * len(results),
         "identical": sum(one["same"] for one in results),
         "restored_nothing": sum(not one["restored"] for one in results),
+        "began_beyond_the_session": sum(one["beyond"] for one in results),
         "recomputed_tokens": sum(one["recomputed"] for one in results),
         "within_time": sum(allowed),
         "load_over_pread": {"median": median(ratios), "worst": max(ratios)},
