@@ -66,6 +66,8 @@ def main(arguments: list[str]) -> dict[str, Any]:
             counts, failed = done.result()
             total = Counts(**{k: v + getattr(total, k) for k, v in asdict(counts).items()})
             failures += failed
+            for failure in failed:
+                print(failure, file=sys.stderr, flush=True)
             if total.schedules % 1000 < options.each:
                 shown = f"{total.schedules} schedules, {total.mismatches} mismatches"
                 print(f"{perf_counter() - start:.0f} s: {shown}", file=sys.stderr, flush=True)
