@@ -235,12 +235,12 @@ def kda_prefill(
         if span.row_begin > covered:
             out_THD[covered : span.row_begin].zero_()
         covered = span.row_end
-    inputs = tuple(map(dense_rows, (qkv_TC, z_THD.flatten(1), beta_TH)))
+    qkv_TC, z_TC, beta_TH = map(dense_rows, (qkv_TC, z_THD.flatten(1), beta_TH))
     constants = conv_weight_CW, A_log_H, dt_bias_HD, lower_bound
     for together, following in in_rounds(every, saves):
         some = [span for span in together if span.row_end > span.row_begin]
         if some:
-            _prefill(*inputs, *constants, conv_state, state, some, out_THD)
+            _prefill(qkv_TC, z_TC, beta_TH, *constants, conv_state, state, some, out_THD)
         for slot, save in following:
             save.conv.copy_(conv_state[slot])
             save.state.copy_(state[slot])
