@@ -20,7 +20,7 @@ from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.cache import StateCache
-from tests.support.engines import Answer, check_books, check_idle, collect, request
+from tests.support.engines import Answer, check_books, collect, request
 from tests.support.runner import Runner
 from tests.support.state_below import STALL_S, Below, wait_for
 from tests.support.state_model import VOCAB, cached
@@ -326,7 +326,10 @@ class World:
         else:
             raise Mismatch(f"no end: {[engine.stats() for engine in self.engines]}")
         for engine in self.engines:
-            check_idle(engine)
+            check_books(engine)
+            stats = engine.stats()
+            assert (stats.running, stats.waiting, stats.cache.loading) == (0, 0, 0)
+            assert (stats.pages_free, stats.slots_free) == (stats.pages_total, stats.slots_total)
             assert isinstance(engine.cache, StateCache)
             engine.cache.device.check()
         self.below.check()
