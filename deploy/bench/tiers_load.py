@@ -22,10 +22,11 @@ SYSTEMS = ("recompute", "hot", "hot+host", "hot+host+disk")
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """prefixes: texts of `context` tokens, asked in a drawn order, `requests` times in all for each
-    number of clients; each answer has `answer` tokens."""
+    number of clients; each answer has `answer` tokens. With tiers the device has room for as many
+    prefixes as the most clients, which should be few of them."""
 
-    prefixes: int = 8
-    context: int = 2048
+    prefixes: int = 24
+    context: int = 1024
     requests: int = 24
     answer: int = 16
     clients: Sequence[int] = (1, 4, 8)
