@@ -5,8 +5,8 @@ newest snapshot is asked for again: the one before it serves edits and forks alo
 leaves a deeper one has begun from it. One that a second turn begins from is where conversations
 part, and worth what it was. Rungs of a ladder are kept for edits that may never come.
 
-On traces of coding agents (tests/bench/state_economy.py) that finds more than plain LRU, and than
-recency weighed with depth, at every number of places.
+On traces of coding agents (tests/bench/state_economy.py) that finds more than plain LRU wherever
+there are about as many places as agents at work, and as much as recency weighed with depth or more.
 """
 
 from typing import Generic, TypeVar
