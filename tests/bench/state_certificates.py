@@ -45,7 +45,7 @@ class Scene(NamedTuple):
 
 @dataclass
 class Outputs:
-    """Of heads whose peak lies in one class. read: share of old rows read exactly."""
+    """Of heads of one peak. read: share of old rows read exactly."""
 
     heads: int = 0
     violations: int = 0
@@ -88,11 +88,12 @@ def main(arguments: list[str]) -> dict[str, Any]:
             check_scores(scene, bits, each[scene.name]) for scene in scenes for bits in (8, 4)
         ],
         "outputs": [
-            {"rows": scene.name, "bits": bits, "tolerance": tolerance}
-            | certify(scene, bits, tolerance, options.heads)
+            {"rows": scene.name, "bits": bits, "tolerance": tolerance, "read_at_a_time": unit}
+            | certify(scene, bits, tolerance, options.heads, unit)
             for scene in scenes
             for bits in (8, 4)
             for tolerance in TOLERANCES
+            for unit in (PAGE_TOKENS, 1)
         ],
     }
 
@@ -192,9 +193,9 @@ def check_scores(scene: Scene, bits: int, checks: int) -> dict[str, Any]:
 # --- outputs --------------------------------------------------------------------------------------
 
 
-def certify(scene: Scene, bits: int, tolerance: float, heads: int) -> dict[str, Any]:
-    """Each head by itself, made as sharp as each of PEAKS says, reads pages until its certificate
-    is below `tolerance` of its output. By peak: see Outputs."""
+def certify(scene: Scene, bits: int, tolerance: float, heads: int, unit: int) -> dict[str, Any]:
+    """Each head by itself, made as sharp as each of PEAKS says, reads pages of `unit` tokens until
+    its certificate is below `tolerance` of its output. By peak: see Outputs."""
     hot_KC, old_TC = scene.rows[: HOT_PAGES * PAGE_TOKENS], scene.rows[HOT_PAGES * PAGE_TOKENS :]
     base, found = based(old_TC, bits), {peak: Outputs() for peak in PEAKS}
     draw = torch.Generator().manual_seed(3)
@@ -205,7 +206,7 @@ def certify(scene: Scene, bits: int, tolerance: float, heads: int) -> dict[str, 
             spread_H = q_HC @ scene.rows.t() * scene.scale
             above_H1 = (spread_H.amax(dim=1) - spread_H.mean(dim=1)).unsqueeze(1)
             for q_1C in (q_HC * peak / above_H1).split(1):
-                _one_head(q_1C, hot_KC, old_TC, base, scene, tolerance, found[peak])
+                _one_head(q_1C, hot_KC, old_TC, base, scene, tolerance, unit, found[peak])
     return {"by_peak_nats": {f"{peak:g}": one.told() for peak, one in found.items()}}
 
 
@@ -216,17 +217,18 @@ def _one_head(
     base: BaseRows,
     scene: Scene,
     tolerance: float,
+    unit: int,
     outputs: Outputs,
 ) -> None:
     scored = base.score(q_1C, scene.scale)
     hot_1K = q_1C @ hot_KC.t() * scene.scale
-    old_NPC = old_TC.view(-1, PAGE_TOKENS, old_TC.shape[1])
+    old_NPC = old_TC.view(-1, unit, old_TC.shape[1])
     chosen = torch.empty(0, dtype=torch.int64)
     outputs.heads += 1
     for _ in range(3):  # the first tells where the worst pages are
         rows_KC = old_NPC[chosen].flatten(0, 1)
         guess_1T = scored.scores_HT.clone()
-        guess_1T.view(-1, PAGE_TOKENS)[chosen] = float("-inf")
+        guess_1T.view(-1, unit)[chosen] = float("-inf")
         scores = torch.cat([hot_1K, q_1C @ rows_KC.t() * scene.scale], dim=1)
         found = attend(torch.cat([hot_KC, rows_KC]), scores, guess_1T, base, scene.rank)
         distance_HT, errors_T = base.spread(found.out_HR)
@@ -235,7 +237,7 @@ def _one_head(
         certified = float(bound(term_HT, growth_HT, found.out_HR)) / length
         if certified <= tolerance:
             break
-        more = worst_pages(term_HT, growth_HT, found.out_HR, tolerance / 2)
+        more = worst_pages(term_HT, growth_HT, found.out_HR, tolerance / 2, unit)
         chosen = torch.cat([chosen, more]).unique()
     read = len(chosen) / len(old_NPC)
     if certified > tolerance or read == 1:

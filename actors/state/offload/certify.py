@@ -38,17 +38,22 @@ def bound(term_HT: Tensor, growth_HT: Tensor, out_HR: Tensor) -> Tensor:
     return torch.where(growth_H < 1, proven, float("inf"))
 
 
-def worst_pages(term_HT: Tensor, growth_HT: Tensor, out_HR: Tensor, tolerance: float) -> Tensor:
+def worst_pages(
+    term_HT: Tensor,
+    growth_HT: Tensor,
+    out_HR: Tensor,
+    tolerance: float,
+    page_tokens: int = PAGE_TOKENS,
+) -> Tensor:
     """Pages to be read exactly, the worst first, so that every head's bound falls to about
     `tolerance` times its output: int64. A page's term counts by the head that it hurts most."""
-    share_HN = _by_page(term_HT) / out_HR.norm(dim=1, keepdim=True) + _by_page(growth_HT)
+    term_HN, growth_HN = (
+        torch.sum(x.reshape(x.shape[0], -1, page_tokens), dim=2) for x in (term_HT, growth_HT)
+    )
+    share_HN = term_HN / out_HR.norm(dim=1, keepdim=True) + growth_HN
     order_N = share_HN.amax(dim=0).argsort(descending=True)
     left_HN = share_HN[:, order_N]
     after_HN = left_HN.sum(dim=1, keepdim=True) - left_HN.cumsum(dim=1)
     before_HN = after_HN + left_HN  # of the errors, if the pages before this one are exact
     wanted: Tensor = order_N[: int((before_HN > tolerance).any(dim=0).sum())]
     return wanted
-
-
-def _by_page(x_HT: Tensor) -> Tensor:
-    return torch.sum(x_HT.reshape(x_HT.shape[0], -1, PAGE_TOKENS), dim=2)
