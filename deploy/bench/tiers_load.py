@@ -8,15 +8,16 @@ from pathlib import Path
 
 import msgspec
 
+from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import StateSettings
-from expertmesh.deploy.eval.driver import Driver
+from expertmesh.actors.state.stats import CacheStats
+from expertmesh.deploy.eval.driver import Driver, Timed
 from expertmesh.deploy.eval.subject import Subject
 
 STEP_TOKENS = 512
 QUESTION_TOKENS = 48
-HOST_SHARE = 4  # hot+host+disk: the host has room for one in so many prefixes
 SYSTEMS = ("recompute", "hot", "hot+host", "hot+host+disk")
 
 
@@ -50,42 +51,56 @@ def loads(
     subject: Subject, work: Work, folder: Path, told: Callable[[str], None] = lambda line: None
 ) -> list[Load]:
     """folder: for the disk tier; empty. Every system answers the same requests in the same order
-    after every prefix has been asked about once, and twice where that brings it to the disk."""
-    found = []
+    after every prefix has been asked about twice. The system with a disk is started again in
+    between, so that it finds everything on the disk and nothing above."""
+    found: list[Load] = []
     for system in SYSTEMS:
-        with subject.engine(_settings(subject, system, work, folder)) as engine:
-            driver = Driver(engine)
+        settings = _settings(subject, system, work, folder)
+        with subject.engine(settings) as engine:
             if system != "recompute":
                 for number in range(2):
-                    driver.all(_each(subject, work, number), 1, 1)
-            for clients in work.clients:
-                before = engine.stats().cache
-                done = driver.all(_drawn(subject, work, clients), work.answer, clients)
-                now = engine.stats().cache
-                end = max(one.asked + one.last_s for one in done)
-                seconds = end - min(one.asked for one in done)
-                first = sorted(one.first_s for one in done)
-                tokens = sum(len(one.ids) for one in done)
-                queries = now.queries - before.queries
-                found.append(
-                    Load(
-                        system=system, clients=clients, requests=len(done),
-                        tokens_per_s=tokens / seconds, first_p50_s=statistics.median(first),
-                        first_p99_s=first[min(len(first) - 1, int(0.99 * len(first)))],
-                        hits={
-                            tier: (count - before.hits_by_tier.get(tier, 0)) / queries
-                            for tier, count in now.hits_by_tier.items()
-                        },
-                        read_bytes={
-                            "host": (now.store.host.read_bytes - before.store.host.read_bytes)
-                            / tokens,
-                            "disk": (now.store.disk.read_bytes - before.store.disk.read_bytes)
-                            / tokens,
-                        },
-                    )
-                )  # fmt: skip
-                told(f"{system}, {clients} clients: {found[-1].tokens_per_s:.0f} tokens/s")
+                    Driver(engine).all(_each(subject, work, number), 1, 1)
+            if settings.state.disk is None:
+                found += _measured(subject, engine, system, work, told)
+        if settings.state.disk is not None:
+            with subject.engine(settings) as engine:
+                found += _measured(subject, engine, system, work, told)
     return found
+
+
+def _measured(
+    subject: Subject, engine: Engine, system: str, work: Work, told: Callable[[str], None]
+) -> Iterator[Load]:
+    driver = Driver(engine)
+    for clients in work.clients:
+        before = engine.stats().cache
+        done = driver.all(_drawn(subject, work, clients), work.answer, clients)
+        one = _load(system, clients, done, before, engine.stats().cache)
+        told(f"{system}, {clients} clients: {one.tokens_per_s:.0f} tokens/s")
+        yield one
+
+
+def _load(
+    system: str, clients: int, done: list[Timed], before: CacheStats, now: CacheStats
+) -> Load:
+    seconds = max(one.asked + one.last_s for one in done) - min(one.asked for one in done)
+    first = sorted(one.first_s for one in done)
+    tokens = sum(len(one.ids) for one in done)
+    queries = now.queries - before.queries
+    read = {
+        "host": now.store.host.read_bytes - before.store.host.read_bytes,
+        "disk": now.store.disk.read_bytes - before.store.disk.read_bytes,
+    }
+    return Load(
+        system=system, clients=clients, requests=len(done), tokens_per_s=tokens / seconds,
+        first_p50_s=statistics.median(first),
+        first_p99_s=first[min(len(first) - 1, int(0.99 * len(first)))],
+        hits={
+            tier: (count - before.hits_by_tier.get(tier, 0)) / queries
+            for tier, count in now.hits_by_tier.items()
+        },
+        read_bytes={tier: size / tokens for tier, size in read.items()},
+    )  # fmt: skip
 
 
 def _settings(subject: Subject, system: str, work: Work, folder: Path) -> EngineSettings:
@@ -105,7 +120,7 @@ def _settings(subject: Subject, system: str, work: Work, folder: Path) -> Engine
         state = StateSettings(host_bytes=everything, snapshots=snapshots)
     elif system == "hot+host+disk":
         state = StateSettings(
-            host_bytes=everything // 2 // HOST_SHARE, snapshots=snapshots, disk=folder,
+            host_bytes=everything, snapshots=snapshots, disk=folder,
             disk_bytes=max(256 << 20, 4 * everything),
         )  # fmt: skip
     return EngineSettings(pages=pages, slots=most, step_tokens=STEP_TOKENS, state=state)
