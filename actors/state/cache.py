@@ -82,7 +82,7 @@ class StateCache:
         prefix = seq.prefix
         self.lookup.stop(seq)
         self._free_places(prefix)
-        prefix.published, prefix.looked = 0, False
+        prefix.published, prefix.looked, prefix.asks = 0, False, 0
         prefix.start, prefix.shared, prefix.rungs = NOWHERE, [], []
 
     @property
@@ -108,9 +108,10 @@ class StateCache:
         It reads them from now on; `detach` or `begin` follows. Its `computed` is where it begins.
         """
         prefix = seq.prefix
-        if not self.lookup.answered(seq, first):
+        start = self.lookup.start(seq, first)
+        if start is None:
             return None
-        start = prefix.start = self.lookup.here(seq)
+        prefix.start = start
         if prefix.tip is not None and start.position < prefix.tip.position:
             self._forget_tip(seq)
             return self.attach(seq, first)

@@ -17,6 +17,8 @@ CHOICES = 8
 PACE = 0.2
 # How often the disk is looked at for what other replicas have written.
 NOTE_S = 1.0
+# Who finds less than it was told of asks again, so often in all.
+MOST_ASKS = 3
 # Queued sequences hold half as many bytes from lower tiers as the host tier has, or so many.
 LEAST_HELD = 64 << 20
 
@@ -61,6 +63,7 @@ class Lookup:
         if not prefix.noted and self._take_note(seq):
             return True
         start = self._soonest(seq)
+        prefix.aim, prefix.asks = start.position, prefix.asks + 1
         missing = [name for name in start.names if not self.device.has(name)]
         if missing:
             size = sum(self.device.state.layout.nbytes(name.kind) for name in missing)
@@ -91,9 +94,20 @@ class Lookup:
             self._fetching[seq.number] = prefix
         return begun
 
-    def answered(self, seq: Owner, first: bool) -> bool:
+    def start(self, seq: Owner, first: bool) -> Start | None:
+        """Where the sequence begins; None while something is loaded for that. first: in the queue,
+        which may load whatever others hold."""
+        prefix = seq.prefix
+        while self._answered(seq, first):
+            start = self.here(seq)
+            if start.position >= prefix.aim or prefix.asks >= MOST_ASKS:
+                return start
+            prefix.looked = False  # what was here when it asked has made way for others
+        return None
+
+    def _answered(self, seq: Owner, first: bool) -> bool:
         """Whether lower tiers have said all there is to say. What was loaded is then in
-        `prefix.loaded`. first: in the queue, which may load whatever others hold."""
+        `prefix.loaded`."""
         prefix = seq.prefix
         self._postponed.discard(seq.number)
         while True:
@@ -117,6 +131,7 @@ class Lookup:
             prefix.loaded = {item.header.name: item for item in items}
             return
         self._count.loads_failed += prefix.looked
+        prefix.aim = 0
         self._held.pop(seq.number, None)
         prefix.let_go()
 

@@ -53,8 +53,9 @@ class Prefix:
     that a loss of this process leaves. checkpoints: names of snapshots that only this sequence
     uses. start, shared: where it begins, and the pages that it reads for that. fetch, asked_at,
     loaded: what comes from lower tiers, since when, and what has come. noted, looked: whether the
-    disk was looked at anew, and whether the tiers were asked. hit: tokens of the prompt that the
-    first start did not compute.
+    disk was looked at anew, and whether the tiers were asked. asks, aim: how often they were, and
+    where it could begin by their last answer. hit: tokens of the prompt that the first start did
+    not compute.
     """
 
     root: bytes
@@ -75,6 +76,8 @@ class Prefix:
     asked_at: float = 0.0
     noted: bool = False
     looked: bool = False
+    asks: int = 0
+    aim: int = 0
     loaded: dict[Name, Loaded] = field(default_factory=dict)
     hit: int | None = None
 

@@ -219,6 +219,10 @@ def one_load_holds_up_all(patch: MonkeyPatch) -> None:
     )
 
 
+def asks_once(patch: MonkeyPatch) -> None:
+    patch.setattr(lookup, "MOST_ASKS", 1)
+
+
 def idle_by_what_still_loads(patch: MonkeyPatch) -> None:
     patch.setattr(StateCache, "waiting", property(lambda self: self.loading))
 

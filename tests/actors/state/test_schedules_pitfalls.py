@@ -131,6 +131,21 @@ def evicted_while_waiting() -> None:
     one.check_all()
 
 
+def evicted_while_the_rest_is_loaded() -> None:
+    """A snapshot that was on the device when the pages were asked for is needed from below too."""
+    one = session(MemoryStore(faults=Faults(delay=0)))
+    one.ask("first", ids(46, 300))
+    one.engine.cache.evict(snapshots=0)
+    assert one.store is not None
+    one.store.faults.delay = 5
+    one.submit("again", ids(46, 300))
+    one.step(2)
+    one.engine.cache.evict()
+    one.finish()
+    one.check_all()
+    assert one.cached["again"] == 256
+
+
 def loads_that_always_fail() -> None:
     one = session(MemoryStore(faults=Faults(delay=1)))
     one.ask("first", ids(20, 300))
@@ -299,6 +314,7 @@ PITFALLS = [
     Pitfall("vllm-46453", evicted_while_waiting, mutants.begins_where_it_once_could),
     Pitfall("vllm-49176", loads_that_always_fail, mutants.keeps_believing_in_a_load),
     Pitfall("vllm-44294", others_pass_a_load, mutants.one_load_holds_up_all),
+    Pitfall("half", evicted_while_the_rest_is_loaded, mutants.asks_once),
     Pitfall("stalled", a_load_that_ends_inside_a_step, mutants.idle_by_what_still_loads),
     Pitfall("vllm-45845", few_snapshots, mutants.dense_snapshots),
     Pitfall("vllm-40696", short_prompts_hit, mutants.long_blocks),
