@@ -23,6 +23,8 @@ from expertmesh.actors.state.pages import Pool, pages_for
 from expertmesh.actors.state.plain_cache import PlainCache
 
 AGED_LEVELS = 8
+# How many of those who wait for a slot have their state loaded meanwhile.
+PREPARED = 4
 
 
 @dataclass(slots=True)
@@ -83,6 +85,10 @@ class Scheduler:
         if self.preemptions == before:
             passed: list[Sequence] = []
             for at, seq in enumerate(self.waiting[: self.settings.lookahead]):
+                if not self.slots.free and not self._may_evict_for(seq):
+                    for ahead in self.waiting[at : at + PREPARED]:
+                        self.cache.prepare(ahead, first=ahead is self.waiting[0])
+                    break
                 shared = self.cache.attach(seq, first=at == 0)
                 if shared is None:
                     continue
@@ -154,6 +160,12 @@ class Scheduler:
 
     def _fits(self, room: int) -> bool:
         return bool(self.slots.free) and room <= self.pages.free
+
+    def _may_evict_for(self, seq: Sequence) -> bool:
+        """Whether somebody running could make way, before anything is looked up for `seq`."""
+        return self.settings.priority_preemption and any(
+            other.priority > seq.priority for other in self.running
+        )
 
     def _evict_for(self, seq: Sequence, room: int) -> bool:
         """Preempts running sequences of lower priority and later rank if that lets `seq` start.

@@ -135,6 +135,10 @@ class StateCache:
         prefix.tip, prefix.switches = None, (seq.prompt_len,)
         prefix.keys, prefix.looked = [], False
 
+    def prepare(self, seq: Owner, first: bool) -> None:
+        """It cannot start yet; what lower tiers have of it is loaded meanwhile. first: in line."""
+        self.lookup.answered(seq, first)
+
     def detach(self, seq: Owner) -> None:
         """It does not start yet, and lets go of the pages on the device."""
         self.pages.give_back(seq.number, [p for p in seq.prefix.shared if p != NOTHING])

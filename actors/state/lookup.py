@@ -98,14 +98,14 @@ class Lookup:
         """Where the sequence begins; None while something is loaded for that. first: in the queue,
         which may load whatever others hold."""
         prefix = seq.prefix
-        while self._answered(seq, first):
+        while self.answered(seq, first):
             start = self.here(seq)
             if start.position >= prefix.aim or prefix.asks >= MOST_ASKS:
                 return start
             prefix.looked = False  # what was here when it asked has made way for others
         return None
 
-    def _answered(self, seq: Owner, first: bool) -> bool:
+    def answered(self, seq: Owner, first: bool) -> bool:
         """Whether lower tiers have said all there is to say. What was loaded is then in
         `prefix.loaded`."""
         prefix = seq.prefix

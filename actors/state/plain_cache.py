@@ -45,6 +45,9 @@ class PlainCache:
     def attach(self, seq: Owner, first: bool = True) -> int:
         return 0
 
+    def prepare(self, seq: Owner, first: bool) -> None:
+        pass
+
     def detach(self, seq: Owner) -> None:
         pass
 
