@@ -6,11 +6,10 @@ from typing import Any
 import msgspec
 import torch
 from pydantic import ValidationError
-from rich.console import Console
-from rich.table import Table
 
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.deploy.eval.cases import Maker
+from expertmesh.deploy.eval.console import progress_console, report_console, report_table
 from expertmesh.deploy.eval.driver import EngineEnded
 from expertmesh.deploy.eval.filler import Filler, Noise, Prose, Text
 from expertmesh.deploy.eval.longcontext import GATE, Cell, Mode, Plan, evaluate
@@ -20,6 +19,9 @@ from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import check_folder
 
 ROOM_TOKENS = 1024  # for what stands after a text
+COLUMNS = (
+    "task", "tokens", "mode", "right", "95 %", "points lost", "same tokens", "nats/token", "KL",
+)  # fmt: skip
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +51,7 @@ def run_longcontext(wish: Wish) -> None:
     check_folder(wish.model)
     torch.set_num_threads(wish.threads)
     subject = Subject(wish.model, max(wish.lengths) + ROOM_TOKENS)
-    console = Console(stderr=True, highlight=False)
+    console = progress_console()
     try:
         cells = evaluate(
             subject, Maker(subject.tokenizer, filler), plan, lambda line: console.print(line)
@@ -71,7 +73,7 @@ def run_longcontext(wish: Wish) -> None:
     if wish.as_json:
         print(msgspec.json.encode(report).decode())
     else:
-        _print(cells)
+        print_cells(cells)
 
 
 def write(folder: Path, report: dict[str, Any], cells: list[Cell]) -> None:
@@ -122,14 +124,8 @@ def _filler(name: str) -> Filler:
         raise Refused(ExitCode.USAGE, f"filler {name}: {error}") from None
 
 
-def _print(cells: list[Cell]) -> None:
-    console = Console(highlight=False)
-    table = Table(
-        "task", "tokens", "mode", "right", "95 %", "points lost", "same tokens", "nats/token", "KL",
-        title="Recall over long contexts", title_justify="left",
-    )  # fmt: skip
-    for column in table.columns[3:]:
-        column.justify = "right"
+def print_cells(cells: list[Cell]) -> None:
+    console, table = report_console(), report_table("Recall over long contexts", COLUMNS, 3)
     for one in cells:
         recall, loss = one.recall, one.loss
         table.add_row(

@@ -23,7 +23,9 @@ class Share(msgspec.Struct, frozen=True):
         share, z2 = right / n, Z95**2
         middle = (share + z2 / (2 * n)) / (1 + z2 / n)
         half = Z95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-        return Share(right, n, share, max(0.0, middle - half), min(1.0, middle + half))
+        # None and all are ends of their own intervals; rounding would put them beyond.
+        low, high = max(0.0, middle - half), min(1.0, middle + half)
+        return Share(right, n, share, min(low, share), max(high, share))
 
 
 class Loss(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from expertmesh.deploy.cli import app
+from expertmesh.deploy.eval import report
 from expertmesh.deploy.eval.asking import Answer
 from expertmesh.deploy.eval.cases import Maker, Probe
 from expertmesh.deploy.eval.longcontext import Cell, Mode, Plan, cell, evaluate
@@ -19,7 +20,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["eval", "longcontext", *arguments])
+    return CliRunner().invoke(app, ["eval", "longcontext", *arguments])
 
 
 def answered(rights: list[bool], depth: float = 0.5) -> list[Answer]:
@@ -65,11 +66,23 @@ def test_the_command_prints_and_writes_what_it_has_measured(tmp_path: Path) -> N
         "--out", str(tmp_path / "new"), "--filler", "noise",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout)
-    assert report["conditions"]["filler"] == "noise" and len(report["cells"]) == 1
-    assert json.loads((tmp_path / "new" / "longcontext.json").read_text()) == report
+    found = json.loads(done.stdout)
+    assert found["conditions"]["filler"] == "noise" and len(found["cells"]) == 1
+    assert json.loads((tmp_path / "new" / "longcontext.json").read_text()) == found
     for name in ("recall.png", "depths.png"):
         assert (tmp_path / "new" / name).read_bytes().startswith(PNG)
+
+
+def test_what_is_printed_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    full, worse = answered([True] * 40), answered([True] * 30 + [False] * 10)
+    cells = [cell("distractors", 131_072, "exact", full, full),
+             cell("distractors", 131_072, "select", worse, full)]  # fmt: skip
+    report.print_cells(cells)
+    printed, loss = capsys.readouterr().out, cells[1].loss
+    assert loss is not None
+    points = f"+25.0 ({loss.low:+.1f} to {loss.high:+.1f})"
+    for said in ("distractors", "131072", "30/40", "60%-86%", points, "75.0%"):
+        assert said in printed
 
 
 def test_plots_of_many_cells(tmp_path: Path) -> None:
@@ -77,7 +90,11 @@ def test_plots_of_many_cells(tmp_path: Path) -> None:
     for task in "abcdef":
         for length in (512, 4096):
             full = answered([True, False], depth=0.1) + answered([True], depth=0.9)
-            cells += [cell(task, length, mode, full, full) for mode in ("exact", "select")]
+            none, every = answered([False] * 3), answered([True] * 3)
+            cells += [
+                cell(task, length, mode, answers, full)
+                for mode, answers in (("exact", full), ("select", every), ("blind", none))
+            ]
     plot_recall(cells, tmp_path / "recall.png")
     plot_depths(cells, tmp_path / "depths.png")
     assert (tmp_path / "depths.png").stat().st_size > 10_000

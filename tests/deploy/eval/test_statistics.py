@@ -13,6 +13,13 @@ def test_shares_have_wilsons_interval(right: int, n: int) -> None:
     assert (share.low, share.high) == pytest.approx((known.low, known.high), abs=1e-12)
 
 
+def test_none_and_all_are_ends_of_their_intervals() -> None:
+    for n in range(1, 200):
+        none, every = Share.of(0, n), Share.of(n, n)
+        assert none.low == none.share == 0 < none.high
+        assert every.low < every.share == every.high == 1
+
+
 def test_a_share_of_nothing_says_nothing() -> None:
     share = Share.of(0, 0)
     assert math.isnan(share.share) and (share.low, share.high) == (0.0, 1.0)
