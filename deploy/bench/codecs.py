@@ -6,7 +6,7 @@ estimate, at every position, where a running request would keep a window of exac
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -91,16 +91,16 @@ def frontier(
     told: Callable[[str], None] = lambda line: None,
     others: bool = True,
 ) -> list[Row]:
-    """Rows of every codec on the model's own latents. told: hears of each row that is done. others:
-    also of those that are there to compare with."""
+    """Rows of every codec on the model's own latents. told: hears of each row that is done, and in
+    between of every quarter of its texts. others: also of those that are there to compare with."""
     rows = []
     estimates = [*map(shipped, SHIPPED), *(compared() if others else [])]
     with torch.inference_mode():
         for dtype in dtypes:
             most = max(amount.tokens, amount.context + PAGE_TOKENS)
-            judge = _Judge(CodecReader(folder, dtype, most), filler, amount)
+            judge = _Judge(CodecReader(folder, dtype, most), filler, amount, dtype, told)
             for estimate in estimates:
-                rows.append(judge.row(estimate, dtype))
+                rows.append(judge.row(estimate))
                 told(f"{dtype} {estimate.name}: {rows[-1].nats_change:+.6f} nats per byte")
     return rows
 
@@ -152,9 +152,16 @@ def recall_case(maker: Maker, rng: random.Random, length: int) -> Case:
 class _Judge:
     """The same texts for every codec, and what exact latents make of them."""
 
-    def __init__(self, reader: CodecReader, filler: Filler, amount: Amount) -> None:
+    def __init__(
+        self,
+        reader: CodecReader,
+        filler: Filler,
+        amount: Amount,
+        dtype: str,
+        told: Callable[[str], None],
+    ) -> None:
         maker = Maker(reader.tokenizer, filler)
-        self._reader, self._tokens = reader, amount.tokens
+        self._reader, self._tokens, self._dtype, self._told = reader, amount.tokens, dtype, told
         self._windows = [
             maker.haystack(random.Random(f"window {at}"), amount.tokens, [])[0]
             for at in range(amount.windows)
@@ -169,13 +176,12 @@ class _Judge:
         reader.read(self._windows[0], exact)
         self._queries = reader.queries()
         self._latents = reader.latents[:, : amount.tokens].clone()
-        self._exact: list[list[Tensor]] = [
-            list(reader.log_probs(ids, exact)) for ids in self._windows
-        ]
+        progress = self._progress("exact rows")
+        self._exact = [list(pages) for pages in self._pages_of(exact, progress)]
         self._nats, _ = self._nats_of(self._exact)
-        self._verdicts = self._verdicts_of(exact)
+        self._verdicts = self._verdicts_of(exact, progress)
 
-    def row(self, estimate: Estimate, dtype: str) -> Row:
+    def row(self, estimate: Estimate) -> Row:
         again = self._latents.clone()
         reads = []
         for begin in range(SINKS * PAGE_TOKENS, self._tokens, PAGE_TOKENS):
@@ -186,16 +192,16 @@ class _Judge:
         exact = [read.exact_bits for read in reads if read.exact_bits is not None]
         nats, kl, verdicts = self._nats, 0.0, self._verdicts
         if estimate.name != "raw":  # which all others are compared with
-            read = self._reader.log_probs
-            nats, kl = self._nats_of(read(ids, estimate) for ids in self._windows)
-            verdicts = self._verdicts_of(estimate)
+            progress = self._progress(estimate.name)
+            nats, kl = self._nats_of(self._pages_of(estimate, progress))
+            verdicts = self._verdicts_of(estimate, progress)
         changes = [
             (new - old) / size for new, old, size in zip(nats, self._nats, self._bytes, strict=True)
         ]
         pairs = list(zip(verdicts, self._verdicts, strict=True))
         answers = [new.nats - old.nats for new, old in pairs]
         return Row(
-            codec=estimate.name, dtype=dtype, shipped=estimate.name in SHIPPED,
+            codec=estimate.name, dtype=self._dtype, shipped=estimate.name in SHIPPED,
             bits=bits, ratio=8 * again.dtype.itemsize / bits,
             exact_bits=fmean(exact) if exact else None,
             errors=errors(self._queries, self._latents, again, SINKS * PAGE_TOKENS),
@@ -208,11 +214,21 @@ class _Judge:
             answer_change=fmean(answers), answer_error=_standard_error(answers),
         )  # fmt: skip
 
+    def _progress(self, what: str) -> "_Progress":
+        texts = len(self._windows) + len(self._cases)
+        return _Progress(f"{self._dtype} {what}", texts, self._told)
+
+    def _pages_of(self, estimate: Estimate, progress: "_Progress") -> Iterator[Iterator[Tensor]]:
+        """Of each window its log probabilities, page by page."""
+        for ids in self._windows:
+            yield self._reader.log_probs(ids, estimate)
+            progress.step()
+
     def _nats_of(self, reads: Iterable[Iterable[Tensor]]) -> tuple[list[float], float]:
-        """Nats of each window without its first token, and KL per token of all. reads: of each
-        window log probabilities, page by page."""
+        """Nats of each window without its first token, and KL per token of all. reads: see
+        `_pages_of`."""
         nats, kl, tokens = [], 0.0, 0
-        for ids, exact, pages in zip(self._windows, self._exact, reads, strict=True):
+        for pages, ids, exact in zip(reads, self._windows, self._exact, strict=True):
             targets, lost = torch.split(torch.tensor(ids[1:]), PAGE_TOKENS), 0.0
             for at, read in enumerate(pages):
                 kl += float((exact[at].exp() * (exact[at] - read)).sum(dtype=torch.float64))
@@ -223,12 +239,25 @@ class _Judge:
             nats.append(lost)
         return nats, kl / tokens
 
-    def _verdicts_of(self, estimate: Estimate) -> list[Verdict]:
+    def _verdicts_of(self, estimate: Estimate, progress: "_Progress") -> list[Verdict]:
         verdicts: list[Verdict] = []
         for case in self._cases:
             self._reader.read(case.context, estimate, RECALL_STEP)
             verdicts += self._reader.ask(case)
+            progress.step()
         return verdicts
+
+
+class _Progress:
+    """Tells of every quarter of the texts that a row takes."""
+
+    def __init__(self, what: str, texts: int, told: Callable[[str], None]) -> None:
+        self._what, self._texts, self._told, self._done = what, texts, told, 0
+
+    def step(self) -> None:
+        before, self._done = self._done, self._done + 1
+        if 4 * before // self._texts < 4 * self._done // self._texts:
+            self._told(f"{self._what}: {self._done} of {self._texts} texts")
 
 
 def _read(packed: Packed, out: Tensor) -> None:

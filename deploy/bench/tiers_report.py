@@ -1,16 +1,16 @@
 """What `expertmesh bench tiers` measures, prints and writes."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.model.config import ModelConfig
+from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
 from expertmesh.deploy.bench.codecs import Amount, Row, frontier
 from expertmesh.deploy.bench.residual import conditions
 from expertmesh.deploy.bench.tiers_hits import Hit, hits
@@ -18,6 +18,7 @@ from expertmesh.deploy.bench.tiers_load import Load, Work, loads
 from expertmesh.deploy.bench.tiers_memory import Memory, memory
 from expertmesh.deploy.bench.tiers_recall import Point, recall
 from expertmesh.deploy.eval.cases import Maker
+from expertmesh.deploy.eval.console import progress_console, report_console, report_table
 from expertmesh.deploy.eval.filler import Prose
 from expertmesh.deploy.eval.subject import Subject
 from expertmesh.deploy.exit_codes import ExitCode, Refused
@@ -49,79 +50,72 @@ class Measured(msgspec.Struct, kw_only=True):
 
 
 def run_tiers(wish: Wish) -> None:
-    """Raises Refused."""
+    """Raises Refused. With `out`, a part is on the disk as soon as it has ended."""
     for part in wish.parts:
         if part not in PARTS:
             raise Refused(ExitCode.USAGE, f"no part {part!r}", f"there are {', '.join(PARTS)}")
-    check_folder(wish.model)
+    config = check_folder(wish.model)
     torch.set_num_threads(wish.threads)
-    console = Console(stderr=True, highlight=False)
+    console = progress_console()
+    known = {
+        "bench": "tiers", "conditions": {"model": wish.model.name, **conditions()},
+        "crossover": {wish.model.name: crossover(config), "Kimi K3": 16_253.0},
+    }  # fmt: skip
+    measured = Measured()
     try:
-        measured = measure(wish, lambda line: console.print(line))
+        for part, rows in measure(wish, lambda line: console.print(line)):
+            setattr(measured, part, rows)
+            if wish.out is not None:
+                write(wish.out, known, measured, part)
     except RuntimeError as error:
         raise Refused(ExitCode.FAILED, str(error)) from None
-    report: dict[str, Any] = {
-        "bench": "tiers", "conditions": {"model": wish.model.name, **conditions()},
-        "crossover": crossover(wish.model), **msgspec.to_builtins(measured),
-    }  # fmt: skip
-    if wish.out is not None:
-        write(wish.out, report, measured)
     if wish.as_json:
-        print(msgspec.json.encode(report).decode())
+        print(msgspec.json.encode(known | msgspec.to_builtins(measured)).decode())
     else:
         _print(measured)
 
 
-def measure(wish: Wish, told: Callable[[str], None]) -> Measured:
-    """Each part that is wished for. Raises EngineEnded or RuntimeError."""
-    measured, parts = Measured(), wish.parts or list(PARTS)
+def measure(wish: Wish, told: Callable[[str], None]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Each part that is wished for, as soon as it has ended, with its rows. Raises EngineEnded or
+    RuntimeError."""
+    parts = wish.parts or PARTS
     if "memory" in parts:
-        measured.memory = memory(wish.model, wish.lengths, told=told)
+        yield "memory", memory(wish.model, wish.lengths, told=told)
     subject = Subject(wish.model, max(wish.lengths) + ROOM_TOKENS)
     with tempfile.TemporaryDirectory(prefix="expertmesh-tiers-") as folder:
         if "hits" in parts:
-            measured.hits = hits(subject, wish.lengths, wish.trials, Path(folder) / "hits", told)
+            yield "hits", hits(subject, wish.lengths, wish.trials, Path(folder) / "hits", told)
         if "load" in parts:
-            measured.load = loads(subject, Work(), Path(folder) / "load", told)
+            yield "load", loads(subject, Work(), Path(folder) / "load", told)
     if "recall" in parts:
         maker = Maker(subject.tokenizer, Prose())
-        measured.recall = recall(subject, maker, wish.lengths, wish.probes, told)
+        yield "recall", recall(subject, maker, wish.lengths, wish.probes, told)
     if "codecs" in parts:
-        measured.codecs = frontier(wish.model, Prose(), Amount(), told=told)
-    return measured
+        yield "codecs", frontier(wish.model, Prose(), Amount(), told=told)
 
 
-def crossover(model: Path) -> dict[str, float]:
-    """Tokens whose latents take as many bytes as one snapshot: of this model in float32, and of K3
-    with bfloat16 latents (kv-state 1)."""
-    subject = Subject(model, 1)
-    return {
-        model.name: subject.slot_bytes / subject.page_bytes * PAGE_TOKENS,
-        "Kimi K3": 16_253.0,
-    }
+def crossover(config: ModelConfig) -> float:
+    """Tokens whose latents take as many bytes as one snapshot, in float32 (kv-state 1)."""
+    dtype = torch.float32
+    return bytes_per_slot(config, dtype) / bytes_per_page(config, dtype) * PAGE_TOKENS
 
 
-def write(folder: Path, report: dict[str, Any], measured: Measured) -> None:
-    """tiers.json, and a PNG for each part that was measured."""
+def write(folder: Path, known: dict[str, Any], measured: Measured, part: str) -> None:
+    """tiers.json with all that has been measured, and the PNG of this part. A run that is ended in
+    the middle of it leaves the file as it was."""
     from expertmesh.deploy.bench import tiers_plots as plots
 
     folder.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.format(msgspec.json.encode(report), indent=1)
-    (folder / "tiers.json").write_bytes(text + b"\n")
-    if measured.memory:
-        plots.plot_memory(measured.memory, folder / "memory.png")
-    if measured.load:
-        plots.plot_load(measured.load, folder / "load.png")
-    if measured.hits:
-        plots.plot_hits(measured.hits, folder / "hits.png")
-    if measured.recall:
-        plots.plot_recall(measured.recall, folder / "recall.png")
-    if measured.codecs:
-        plots.plot_codecs(measured.codecs, folder / "codecs.png")
+    report = known | msgspec.to_builtins(measured)
+    partial = folder / "tiers.json.partial"
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    partial.replace(folder / "tiers.json")
+    plot: Callable[[Any, Path], None] = getattr(plots, f"plot_{part}")
+    plot(getattr(measured, part), folder / f"{part}.png")
 
 
 def _print(measured: Measured) -> None:
-    console = Console(highlight=False)
+    console = report_console()
     for title, rows in (
         ("Memory of one sequence", [_memory(one) for one in measured.memory]),
         ("Time to the first token", [_hit(one) for one in measured.hits]),
@@ -130,9 +124,7 @@ def _print(measured: Measured) -> None:
         ("Codecs", [_codec(one) for one in measured.codecs]),
     ):
         if rows:
-            table = Table(*rows[0], title=title, title_justify="left")
-            for column in table.columns[2:]:
-                column.justify = "right"
+            table = report_table(title, rows[0], 2)
             for row in rows:
                 table.add_row(*row.values())
             console.print(table)

@@ -116,7 +116,11 @@ def test_rows_of_every_codec_and_their_speeds() -> None:
     amount = Amount(tokens=192, windows=1, context=128, contexts=1)
     rows = frontier(NANO, Prose(), amount, ["float32"], heard.append, others=False)
     by_name = {row.codec: row for row in rows}
-    assert len(heard) == len(rows) and [row.codec for row in rows] == list(SHIPPED)
+    assert [row.codec for row in rows] == list(SHIPPED)
+    # The exact rows and what is compared with them tell of both texts, and every row of its end.
+    assert heard[:2] == ["float32 exact rows: 1 of 2 texts", "float32 exact rows: 2 of 2 texts"]
+    assert sum("of 2 texts" in line for line in heard) == 2 * len(rows)
+    assert sum("nats per byte" in line for line in heard) == len(rows)
     for name in ("raw", "lossless"):
         row = by_name[name]
         assert row.errors.row_mse == row.nats_change == row.kl == row.answer_change == 0

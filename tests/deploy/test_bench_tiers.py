@@ -17,6 +17,7 @@ from expertmesh.deploy.bench.tiers_recall import recall
 from expertmesh.deploy.bench.tiers_report import PARTS, Measured
 from expertmesh.deploy.cli import app
 from expertmesh.deploy.eval.cases import Maker
+from expertmesh.deploy.eval.driver import EngineEnded
 from expertmesh.deploy.eval.filler import Prose
 from expertmesh.deploy.eval.subject import Subject
 
@@ -56,7 +57,7 @@ def row(codec: str, bits: float, wrong: float) -> Row:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "tiers", *arguments])
+    return CliRunner().invoke(app, ["bench", "tiers", *arguments])
 
 
 def test_a_hit_comes_from_its_tier_and_says_the_same(measured: Measured) -> None:
@@ -113,12 +114,28 @@ def test_every_part_has_its_table_and_its_plot(
     assert done.exit_code == 0, done.output
     for title in ("Memory of one", "Time to the first", "Throughput", "Recall by", "Codecs"):
         assert title in done.output
+    assert "…" not in done.output and f"{measured.hits[0].recompute_s * 1e3:.1f}" in done.output
     report = json.loads((tmp_path / "new" / "tiers.json").read_text())
     crossover = subject.slot_bytes / subject.page_bytes * 64
     assert report["crossover"]["nano"] == pytest.approx(crossover)
     for part in PARTS:
         assert report[part]
         assert (tmp_path / "new" / f"{part}.png").read_bytes().startswith(PNG)
+
+
+def test_what_has_been_measured_outlives_a_part_that_fails(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        assert (tmp_path / "memory.png").exists() and (tmp_path / "tiers.json").exists()
+        raise EngineEnded("no more")
+
+    monkeypatch.setattr(tiers_report, "memory", lambda *args, **kwargs: measured.memory)
+    monkeypatch.setattr(tiers_report, "hits", fails)
+    done = run("--part", "memory", "--part", "hits", "--out", str(tmp_path))
+    assert done.exit_code == 1 and "no more" in done.output
+    report = json.loads((tmp_path / "tiers.json").read_text())
+    assert len(report["memory"]) == len(measured.memory) and report["hits"] == []
 
 
 def test_parts_are_known_by_name() -> None:
