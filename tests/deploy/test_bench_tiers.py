@@ -1,4 +1,4 @@
-"""`expertmesh bench tiers`: small runs of every part on the bundled model."""
+"""`expertmesh bench tiers`: small runs of every part on a tiny model of random weights."""
 
 import json
 from pathlib import Path
@@ -21,13 +21,12 @@ from expertmesh.deploy.eval.driver import EngineEnded
 from expertmesh.deploy.eval.filler import Prose
 from expertmesh.deploy.eval.subject import Subject
 
-NANO = Path(__file__).resolve().parents[2] / "deploy" / "models" / "nano"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject(NANO, 2048)
+def subject(checkpoint: Path) -> Subject:
+    return Subject(checkpoint, 2048)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,8 @@ def row(codec: str, bits: float, wrong: float) -> Row:
     return msgspec.convert(rest | known | {"exact_bits": None}, Row)
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "tiers", *arguments])
+def run(checkpoint: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "tiers", "--model", str(checkpoint), *arguments])
 
 
 def test_a_hit_comes_from_its_tier_and_says_the_same(measured: Measured) -> None:
@@ -89,9 +88,11 @@ def test_old_pages_leave_the_device_and_are_accounted_for_on_the_host(
     assert far.near + far.host >= far.full and far.share < 0.5 and far.scratch > 0
 
 
-def test_memory_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_measured_in_a_process_of_its_own(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiers_memory, "MODES", ("exact",))
-    (one,) = tiers_memory.memory(NANO, [64])
+    (one,) = tiers_memory.memory(checkpoint, [64])
     assert (one.mode, one.tokens, one.share) == ("exact", 64, 1.0) and one.full > 0
 
 
@@ -104,27 +105,31 @@ def test_recall_is_given_with_its_control(measured: Measured) -> None:
 
 
 def test_every_part_has_its_table_and_its_plot(
-    subject: Subject, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    subject: Subject,
+    measured: Measured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for part in PARTS:
         name = {"load": "loads", "codecs": "frontier"}.get(part, part)
         found = getattr(measured, part)
         monkeypatch.setattr(tiers_report, name, lambda *args, found=found, **kwargs: found)
-    done = run("--out", str(tmp_path / "new"))
+    done = run(checkpoint, "--out", str(tmp_path / "new"))
     assert done.exit_code == 0, done.output
     for title in ("Memory of one", "Time to the first", "Throughput", "Recall by", "Codecs"):
         assert title in done.output
     assert "…" not in done.output and f"{measured.hits[0].recompute_s * 1e3:.1f}" in done.output
     report = json.loads((tmp_path / "new" / "tiers.json").read_text())
     crossover = subject.slot_bytes / subject.page_bytes * 64
-    assert report["crossover"]["nano"] == pytest.approx(crossover)
+    assert report["crossover"][checkpoint.name] == pytest.approx(crossover)
     for part in PARTS:
         assert report[part]
         assert (tmp_path / "new" / f"{part}.png").read_bytes().startswith(PNG)
 
 
 def test_what_has_been_measured_outlives_a_part_that_fails(
-    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: object, **kwargs: object) -> None:
         assert (tmp_path / "memory.png").exists() and (tmp_path / "tiers.json").exists()
@@ -132,12 +137,12 @@ def test_what_has_been_measured_outlives_a_part_that_fails(
 
     monkeypatch.setattr(tiers_report, "memory", lambda *args, **kwargs: measured.memory)
     monkeypatch.setattr(tiers_report, "hits", fails)
-    done = run("--part", "memory", "--part", "hits", "--out", str(tmp_path))
+    done = run(checkpoint, "--part", "memory", "--part", "hits", "--out", str(tmp_path))
     assert done.exit_code == 1 and "no more" in done.output
     report = json.loads((tmp_path / "tiers.json").read_text())
     assert len(report["memory"]) == len(measured.memory) and report["hits"] == []
 
 
-def test_parts_are_known_by_name() -> None:
-    done = run("--part", "speed")
+def test_parts_are_known_by_name(checkpoint: Path) -> None:
+    done = run(checkpoint, "--part", "speed")
     assert done.exit_code == 2 and "no part 'speed'" in done.output

@@ -11,6 +11,7 @@ from expertmesh.deploy.cli import app
 from expertmesh.deploy.eval import report
 from expertmesh.deploy.eval.asking import Answer
 from expertmesh.deploy.eval.cases import Maker, Probe
+from expertmesh.deploy.eval.filler import Noise
 from expertmesh.deploy.eval.longcontext import Cell, Mode, Plan, cell, evaluate
 from expertmesh.deploy.eval.plots import plot_depths, plot_recall
 from expertmesh.deploy.eval.subject import Subject
@@ -49,28 +50,46 @@ def test_what_the_first_mode_hardly_knows_is_not_judged() -> None:
     assert not cell("t", 512, "a", full, full).judged
 
 
-def test_the_model_finds_a_fact_in_every_mode_that_keeps_everything(
+def test_modes_get_the_same_questions_and_those_that_keep_everything_answer_the_same(
     subject: Subject, maker: Maker
 ) -> None:
     modes = [Mode("one"), Mode("two")]
     told: list[str] = []
     one, two = evaluate(subject, maker, Plan(["single"], [256], modes, 1), told.append)
-    assert one.recall.right == 1 and one.recall == two.recall and one.nats == two.nats
+    assert one.recall.n == 1 and one.recall == two.recall and one.nats == two.nats > 0
     assert two.loss is not None and two.loss.lost == two.loss.gained == 0
     assert len(told) == 2 and "single at 256, two" in told[1]
 
 
-def test_the_command_prints_and_writes_what_it_has_measured(tmp_path: Path) -> None:
+def test_the_bundled_model_finds_a_fact_and_the_command_writes_what_it_has_measured(
+    tmp_path: Path,
+) -> None:
     done = run(
-        "--task", "single", "--length", "256", "--mode", "exact", "--probes", "2", "--json",
-        "--out", str(tmp_path / "new"), "--filler", "noise",
+        "--task", "single", "--length", "256", "--mode", "exact", "--probes", "1", "--json",
+        "--out", str(tmp_path / "new"),
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert found["conditions"]["filler"] == "noise" and len(found["cells"]) == 1
+    (one,) = found["cells"]
+    assert one["recall"]["right"] == one["recall"]["n"] == 1
+    assert found["conditions"]["filler"] == "prose"
     assert json.loads((tmp_path / "new" / "longcontext.json").read_text()) == found
     for name in ("recall.png", "depths.png"):
         assert (tmp_path / "new" / name).read_bytes().startswith(PNG)
+
+
+def test_text_is_filled_with_what_is_wished_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers: list[Maker] = []
+
+    def nothing(subject: Subject, maker: Maker, *rest: object) -> list[Cell]:
+        makers.append(maker)
+        return []
+
+    monkeypatch.setattr(report, "evaluate", nothing)
+    assert run("--model", str(checkpoint), "--filler", "noise", "--json").exit_code == 0
+    assert isinstance(makers[0].filler, Noise)
 
 
 def test_what_is_printed_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +115,7 @@ def test_plots_of_many_cells(tmp_path: Path) -> None:
                 for mode, answers in (("exact", full), ("select", every), ("blind", none))
             ]
     plot_recall(cells, tmp_path / "recall.png")
-    plot_depths(cells, tmp_path / "depths.png")
+    plot_depths([one for one in cells if one.task < "c"], tmp_path / "depths.png")
     assert (tmp_path / "depths.png").stat().st_size > 10_000
 
 
