@@ -13,6 +13,7 @@ from expertmesh.actors.attention.messages import (
     EngineBusy,
     EngineStats,
     GenerateRequest,
+    QuotaExceeded,
     RequestRefused,
     TokenOutput,
 )
@@ -117,6 +118,8 @@ class ReplicaLink:
         kind, message, field = refusal
         if kind == "refused":
             raise RequestRefused(message, field)
+        if kind == "quota":
+            raise QuotaExceeded(message, field)
         raise EngineBusy(message) if kind == "busy" else NotTaken(message)
 
     def abort(self, wire_id: str) -> None:

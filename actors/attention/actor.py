@@ -18,6 +18,7 @@ from expertmesh.actors.attention.messages import (
     EngineFailed,
     EngineStats,
     GenerateRequest,
+    QuotaExceeded,
     RequestRefused,
 )
 from expertmesh.actors.attention.outbox import Outboxes, stream
@@ -277,7 +278,8 @@ class AttentionActor:
             self._loop.engine.submit(request)
         except RequestRefused as error:
             self._boxes.release(name)
-            return "refused", error.message, error.field
+            kind = "quota" if isinstance(error, QuotaExceeded) else "refused"
+            return kind, error.message, error.field
         except (EngineBusy, EngineFailed) as error:
             self._boxes.release(name)
             kind = "busy" if isinstance(error, EngineBusy) else "failed"

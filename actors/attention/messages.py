@@ -28,6 +28,10 @@ class RequestRefused(ValueError):
         return self.message
 
 
+class QuotaExceeded(RequestRefused):
+    """So it is for as long as its tenant has as much as it may have."""
+
+
 class EngineBusy(RuntimeError):
     """The queue is full. The same request may succeed later."""
 

@@ -6,7 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from expertmesh.actors.attention.messages import EngineFailed, GenerateRequest, RequestRefused
+from expertmesh.actors.attention.messages import (
+    EngineFailed,
+    GenerateRequest,
+    QuotaExceeded,
+    RequestRefused,
+)
 from expertmesh.actors.attention.sequence import Sequence
 from expertmesh.actors.state.cache import StateCache
 from expertmesh.actors.state.errands import Errands
@@ -64,7 +69,7 @@ class SessionDesk:
             raise RequestRefused(f"a session needs kv_mode {MODE}", "session_id")
         if self.sessions.full(request.tenant, request.session):
             most = self._cache.settings.sessions_per_tenant
-            raise RequestRefused(
+            raise QuotaExceeded(
                 f"there are {most} sessions already, and no more may be: delete one", "session_id"
             )
 
@@ -122,11 +127,7 @@ class SessionDesk:
             return
         tip, items = self._cache.save_tip(seq)
         seed = None if seq.greedy else seq.seed
-        saved = self.sessions.save(
-            request.tenant, request.session, MODE, seq.tokens, seed, tip, items
-        )
-        if not saved:
-            _log.warning("session %s is not saved: no room for its state", request.session)
+        self.sessions.save(request.tenant, request.session, MODE, seq.tokens, seed, tip, items)
 
     def close(self, reason: str) -> None:
         """Ends all calls, and takes none any more."""

@@ -108,13 +108,15 @@ def _check_size(request: GenerateRequest, limits: Limits) -> None:
             f"{limits.max_context}",
             "prompt" if prompt >= limits.max_context else "max_tokens",
         )
-    need = pages_for(peak_tokens(prompt, new))
+    need, hint = pages_for(peak_tokens(prompt, new)), ""
     if (request.kv_mode or limits.kv_mode) != "exact":
         need = min(need, limits.near_pages)
+    elif 0 < limits.near_pages <= limits.pages and not request.session:
+        hint = "; kv_mode offload or select would serve it"
     if need > limits.pages:
         raise RequestRefused(
             f"{prompt} prompt tokens and max_tokens {new} need {need} pages of {PAGE_TOKENS} "
-            f"tokens, the whole cache has {limits.pages}",
+            f"tokens, the whole cache has {limits.pages}{hint}",
             "prompt" if pages_for(prompt) > limits.pages else "max_tokens",
         )
 

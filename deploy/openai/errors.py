@@ -48,10 +48,15 @@ _CODES = {
     503: "service_unavailable",
     504: "timeout",
 }
+# Of who has all the sessions it may have.
+QUOTA = "session_quota_exceeded"
 # Codes of 429 for a key that is beyond its own limits; the server may be idle.
 KEY_LIMITS = frozenset(
-    {"requests_in_flight_exceeded", "requests_per_minute_exceeded", "tokens_per_minute_exceeded"}
-)
+    {
+        "requests_in_flight_exceeded", "requests_per_minute_exceeded",
+        "tokens_per_minute_exceeded", QUOTA,
+    }
+)  # fmt: skip
 
 
 # How pydantic's messages begin: "Input should be ...", "String should have ...".

@@ -9,11 +9,12 @@ from expertmesh.actors.attention.messages import (
     EngineBusy,
     EngineFailed,
     GenerateRequest,
+    QuotaExceeded,
     RequestRefused,
     TokenOutput,
 )
 from expertmesh.deploy.engine_client import Ended, EngineClient, EngineUnavailable, Pace
-from expertmesh.deploy.openai.errors import ApiError, bad, unavailable
+from expertmesh.deploy.openai.errors import QUOTA, ApiError, bad, unavailable
 
 Delta = TypeVar("Delta")
 Feed = Callable[[TokenOutput], tuple[Delta, bool]]
@@ -23,8 +24,10 @@ def api_error(error: BaseException) -> ApiError | None:
     """The envelope of a known failure; None for what is a bug of ours."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, QuotaExceeded):
+        return ApiError(429, str(error), error.field, QUOTA, retry_after=1)
     if isinstance(error, RequestRefused):
-        return bad(str(error), error.field)
+        return bad(str(error), error.field, "invalid_value")
     if isinstance(error, EngineBusy):
         return ApiError(429, str(error) or "the queue is full", retry_after=1)
     if isinstance(error, EngineUnavailable | EngineFailed):

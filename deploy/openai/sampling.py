@@ -34,6 +34,7 @@ def check_request(request: SamplingRequest, served: ServedModel, prompts: int) -
         raise bad(
             f"a session goes on with one answer, and this request makes {request.n * prompts}",
             "session_id",
+            "invalid_value",
         )
     if request.top_k == 0:
         raise bad("top_k must be -1 (off) or at least 1", "top_k")

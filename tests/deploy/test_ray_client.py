@@ -7,6 +7,7 @@ import pytest
 
 from expertmesh.actors.attention.messages import (
     EngineBusy,
+    QuotaExceeded,
     RequestRefused,
 )
 from expertmesh.actors.process import Health
@@ -74,6 +75,7 @@ class TestDelivery:
         ("answer", "error"),
         [
             (("refused", "needs 9 pages", "max_tokens"), RequestRefused),
+            (("quota", "there are 3 already", "session_id"), QuotaExceeded),
             (("busy", "full", ""), EngineBusy),
             (("failed", "rank 1 is gone", ""), EngineUnavailable),
         ],
@@ -85,7 +87,7 @@ class TestDelivery:
             with pytest.raises(error, match=answer[1]) as caught:
                 await collect(scene.client, "a")
             if isinstance(caught.value, RequestRefused):
-                assert caught.value.field == "max_tokens"
+                assert caught.value.field == answer[2]
 
         run(scenario)
 

@@ -11,7 +11,12 @@ import pytest
 
 from expertmesh.actors.attention import actor as actor_module
 from expertmesh.actors.attention.actor import AttentionActor, ReplicaStats
-from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams, TokenOutput
+from expertmesh.actors.attention.messages import (
+    GenerateRequest,
+    QuotaExceeded,
+    SamplingParams,
+    TokenOutput,
+)
 from expertmesh.actors.attention.outbox import Outboxes, stream
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.base import ExchangeError
@@ -87,13 +92,20 @@ def test_each_ingress_gets_its_own_requests(folder: Path) -> None:
     serve(folder, scenario)
 
 
-def test_refusals_say_which_field(folder: Path) -> None:
+def test_refusals_say_which_field(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(request: GenerateRequest) -> None:
+        raise QuotaExceeded("there are 3 already", "session_id")
+
     async def scenario(actor: AttentionActor) -> None:
         answers = await submit(actor, "a", request("x", 50), request("x"), request("y", 10**6))
         kinds = [answer and (answer[0], answer[2]) for answer in answers]  # type: ignore[index]
         assert kinds == [None, ("refused", "request_id"), ("refused", "max_tokens")]
         assert (await until_end(actor.stream("a"), "x"))["x"].finish_reason == "length"
         assert await submit(actor, "a", request("x")) == [None]  # the name is free again
+        assert actor._loop is not None
+        monkeypatch.setattr(actor._loop.engine, "submit", full)
+        quota = ("quota", "there are 3 already", "session_id")
+        assert await submit(actor, "a", request("z")) == [quota]
 
     serve(folder, scenario)
 

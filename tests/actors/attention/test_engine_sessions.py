@@ -13,6 +13,7 @@ from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import (
     EngineFailed,
     GenerateRequest,
+    QuotaExceeded,
     RequestRefused,
     SamplingParams,
     TokenOutput,
@@ -339,16 +340,21 @@ def test_what_restarts_off_the_grid_in_a_prompt_has_names_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
-    [({"kv_mode": "select"}, "kv_mode exact"), ({"session": "third"}, "2 sessions")],
+    ("fields", "said", "kind"),
+    [
+        ({"kv_mode": "select"}, "kv_mode exact", RequestRefused),
+        ({"session": "third"}, "2 sessions", QuotaExceeded),
+    ],
 )
-def test_what_can_never_be_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_what_can_never_be_is_refused(
+    fields: dict[str, Any], said: str, kind: type[RequestRefused]
+) -> None:
     server = Server(state={"sessions_per_tenant": 2})
     for name in ("first", "second"):
         server.turn(name, FIRST[:70], 1, session=name)
     with pytest.raises(RequestRefused, match=said) as refused:
         server.submit("1", FIRST, 5, **fields)
-    assert refused.value.field == "session_id"
+    assert refused.value.field == "session_id" and type(refused.value) is kind
     server.turn("first again", FIRST, 1, session="first")
     server.turn("another tenant", FIRST, 1, session="third", tenant="u/")
 

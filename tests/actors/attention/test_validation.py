@@ -1,6 +1,8 @@
 import math
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from expertmesh.actors.attention.messages import (
@@ -79,6 +81,21 @@ def test_context_and_pages_are_named_with_their_numbers() -> None:
     check_request(request("r", [1] * 512, 1), LIMITS)
     with pytest.raises(RequestRefused, match="need 9 pages of 64 tokens, the whole cache has 8"):
         check_request(request("r", [1] * 512, 2), LIMITS)
+
+
+def test_what_would_serve_a_prompt_that_is_too_long_for_the_pages_is_told() -> None:
+    """Where it would: old pages can leave the device, and those that stay fit."""
+
+    def said(near_pages: int, **fields: Any) -> str:
+        wish = msgspec.structs.replace(request("r", [1] * 600, 2), **fields)
+        with pytest.raises(RequestRefused) as refused:
+            check_request(wish, replace(LIMITS, near_pages=near_pages))
+        return str(refused.value)
+
+    hint = "; kv_mode offload or select would serve it"
+    assert said(8).endswith(f"the whole cache has 8{hint}")
+    assert hint not in said(0) and hint not in said(9)
+    assert hint not in said(8, session="s")  # sessions are exact
 
 
 def test_refusal_and_admission_use_the_same_arithmetic() -> None:
