@@ -13,6 +13,8 @@ TOKEN = "EXPERTMESH_ADMIN_TOKEN"
 KEY = "EXPERTMESH_API_KEY"
 ANSWER_SECONDS = 60.0
 ERROR_BYTES = 10_000
+# Codes of wishes that cannot be met, whoever asks. Any other 404 is a server without such a path.
+_UNMET = ("session_not_found", "session_quota_exceeded")
 
 
 def ask(
@@ -73,12 +75,15 @@ def _refusal(status: int, body: bytes) -> Refused:
     """The server's own words, with the option that they are about."""
     try:
         error = json.loads(body)["error"]
-        message, field = str(error["message"]), error.get("param")
+        message, field, code = str(error["message"]), error.get("param"), error.get("code")
     except (ValueError, KeyError, TypeError):
         message, field = body[:200].decode("utf-8", "replace") or f"HTTP {status}", None
+        code = None
     if status == 400:
-        option = f"--{field}: " if field else ""
+        option = f"--{field.removeprefix('x-').replace('_', '-')}: " if field else ""
         return Refused(ExitCode.USAGE, option + message.removeprefix(f"{field}: "))
+    if status == 409 or code in _UNMET:
+        return Refused(ExitCode.USAGE, message)
     hints = {
         401: f"set {TOKEN} to the server's token, or {KEY} to a key",
         403: f"run it there, or set {TOKEN}",

@@ -38,6 +38,7 @@ from expertmesh.deploy.openai.protocol import (
 from expertmesh.deploy.openai.response import GenerationResponse
 from expertmesh.deploy.openai.sampling import check_ids, check_model
 from expertmesh.deploy.openai.sessions import SessionEndpoints
+from expertmesh.deploy.openai.tenant import salt_body
 
 Model = TypeVar("Model", bound=Strict)
 Tokenizing = TypeVar("Tokenizing", TokenizeRequest, DetokenizeRequest)
@@ -95,11 +96,11 @@ def build_app(
 
     post(
         "/v1/completions", door.completions, CompletionRequest, answers.CompletionAnswer,
-        chunk=answers.CompletionChunk, errors=GENERATION,
+        chunk=answers.CompletionChunk, errors=GENERATION, salted=True,
     )  # fmt: skip
     post(
         "/v1/chat/completions", door.chat, ChatRequest, answers.ChatAnswer,
-        chunk=answers.ChatChunk, errors=GENERATION,
+        chunk=answers.ChatChunk, errors=GENERATION, salted=True,
     )  # fmt: skip
     tokenizing = (*BODY, 404)
     post("/tokenize", door.tokenize, TokenizeRequest, answers.Tokens, errors=tokenizing)
@@ -211,6 +212,7 @@ class Endpoints:
             self._front.check_open(key)
             with self._front.traffic.accepted(), self._front.admission.reading(key):
                 body, heavy = await self._body(request)
+                salt_body(body, request.headers)
                 body.setdefault("request_id", request.state.request_id)
                 generation, early_stop = (
                     await asyncio.to_thread(prepare, body, key) if heavy else prepare(body, key)

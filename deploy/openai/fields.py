@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 # Part of a path (/v1/sessions/ID), which clients normalise: no slash, no leading dot.
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
+SESSION_ID_RULE = "must be 1 to 128 letters, digits and ._:@-, the first no sign"
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 INT64 = 2**63
 
@@ -47,7 +48,7 @@ def _usable_id(value: Any) -> Any:
 
 def _session_id(value: Any) -> Any:
     if isinstance(value, str) and not SESSION_ID.fullmatch(value):
-        raise ValueError("must be 1 to 128 letters, digits and ._:@-, the first no sign")
+        raise ValueError(SESSION_ID_RULE)
     return value
 
 

@@ -30,7 +30,7 @@ _REQUEST_ID = {
 _SALT = {
     "name": "X-Cache-Salt",
     "in": "header",
-    "description": "The cache_salt of the session's requests, where they had one.",
+    "description": "As cache_salt in a request's body; where both are given, they must be equal.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 256},
 }
 _RETRY_AFTER = {
@@ -75,7 +75,7 @@ class Described:
 
         answer: of status 200, as JSON; None for an empty one, or for text of `media_type`.
         chunk: of each event when the request asks for a stream. salted: it takes the header that
-        tells a tenant's sessions apart.
+        tells apart what a tenant has cached.
         """
         content: dict[str, Any] = {}
         if answer is not None:

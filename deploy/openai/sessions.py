@@ -1,7 +1,7 @@
 """/v1/sessions: named states of conversations, which outlive requests and processes.
 
-A session belongs to its tenant: the API key, and the cache_salt that its requests had, which these
-routes take as the header X-Cache-Salt. Anybody else's session is one that does not exist.
+A session belongs to its tenant: the API key, and the cache_salt that its requests had, which is the
+header X-Cache-Salt here and may be so there. Anybody else's session is one that does not exist.
 """
 
 from typing import Any, TypeVar
@@ -20,17 +20,15 @@ from expertmesh.actors.state.session_messages import (
 )
 from expertmesh.deploy.front import Front
 from expertmesh.deploy.openai.body import read_json
-from expertmesh.deploy.openai.errors import ApiError, bad, from_validation
+from expertmesh.deploy.openai.errors import QUOTA, ApiError, bad, echo, from_validation
 from expertmesh.deploy.openai.fields import SESSION_ID
 from expertmesh.deploy.openai.protocol import Strict
 from expertmesh.deploy.openai.run import api_error
 from expertmesh.deploy.openai.session_answers import ForkRequest, Nothing
-from expertmesh.deploy.openai.tenant import tenant_of
+from expertmesh.deploy.openai.tenant import header_salt, tenant_of
 
 Body = TypeVar("Body", bound=Strict)
 
-SALT_HEADER = "x-cache-salt"
-_SALT_LENGTH = 256
 _BODY_BYTES, _BODY_DEPTH = 10_000, 8
 _STATUS: dict[Problem, int] = {
     "unknown": 404, "exists": 409, "no_disk": 409, "lost": 409, "busy": 409, "quota": 429,
@@ -39,7 +37,7 @@ _STATUS: dict[Problem, int] = {
 _CODES: dict[Problem, str] = {
     "unknown": "session_not_found", "exists": "session_exists", "no_disk": "no_state_dir",
     "lost": "session_state_lost", "busy": "session_changed",
-    "quota": "session_quota_exceeded",
+    "quota": QUOTA,
 }  # fmt: skip
 
 
@@ -105,6 +103,8 @@ class SessionEndpoints:
     async def _ask(
         self, request: Request, verb: Verb, session: str = "", target: str = ""
     ) -> SessionAnswer:
+        for unknown in request.query_params:
+            raise bad(f"unknown parameter '{echo(unknown)}'", unknown, "unknown_parameter")
         if session and not SESSION_ID.fullmatch(session):
             raise _unknown(session)
         call = SessionCall(verb=verb, tenant=_tenant(request), session=session, target=target)
@@ -121,10 +121,7 @@ class SessionEndpoints:
 
 
 def _tenant(request: Request) -> str:
-    salt = request.headers.get(SALT_HEADER)
-    if salt is not None and not 1 <= len(salt) <= _SALT_LENGTH:
-        raise bad(f"{SALT_HEADER} must have 1 to {_SALT_LENGTH} characters", SALT_HEADER)
-    return tenant_of(request.scope.get("api_key"), salt)
+    return tenant_of(request.scope.get("api_key"), header_salt(request.headers))
 
 
 def _refusal(answer: SessionAnswer, session: str) -> ApiError:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from expertmesh.deploy.admin_http import ask_json
 from expertmesh.deploy.exit_codes import ExitCode, Refused
+from expertmesh.deploy.openai.fields import SESSION_ID, SESSION_ID_RULE
 
 # Saving and loading have deadlines of their own in the server; this is beyond them.
 _SECONDS = 180.0
@@ -40,6 +41,8 @@ class Wish:
 
 def ask_about(url: str, wish: Wish, as_json: bool) -> None:
     """Asks and prints. Raises Refused, also when a resume has restored nothing."""
+    _check_name("NAME", wish.name, wish.verb != "list")
+    _check_name("TARGET", wish.target, wish.verb == "fork")
     answer = ask_json(
         url,
         wish.path,
@@ -55,6 +58,11 @@ def ask_about(url: str, wish: Wish, as_json: bool) -> None:
         _show(wish, answer)
     if wish.verb == "resume" and not answer["restored_tokens"]:
         raise Refused(ExitCode.FAILED, f"nothing was restored: {answer['reason']}")
+
+
+def _check_name(argument: str, name: str, needed: bool) -> None:
+    if needed and not SESSION_ID.fullmatch(name):
+        raise Refused(ExitCode.USAGE, f"{argument} {name!r}: {SESSION_ID_RULE}")
 
 
 def _show(wish: Wish, answer: Mapping[str, Any]) -> None:

@@ -26,8 +26,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the server's answer.")
 def list_all(url: Url = LOCAL_URL, cache_salt: Salt = None, as_json: Json = False) -> None:
     """The sessions of the API key in EXPERTMESH_API_KEY, the last used first.
 
-    Exit codes of all commands: 0 done, 1 resume has restored nothing, 2 not a usable name, 8 no
-    answer, no permission, or no such session.
+    Exit codes of all commands: 0 done, 1 resume has restored nothing, 2 a wish that cannot be met
+    (no such session, one of that name already, not a usable name), 8 no answer or no permission.
     """
     _run("list", url, cache_salt, as_json)
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import httpx
 import pytest
 
-from expertmesh.actors.attention.messages import KvReport
+from expertmesh.actors.attention.messages import KvReport, RequestRefused
 from expertmesh.deploy.auth.keys import ApiKey, hash_key
 from expertmesh.deploy.edge_settings import EdgeSettings
 from expertmesh.deploy.front import Front
@@ -12,7 +13,7 @@ from expertmesh.deploy.openai.app import build_app
 from expertmesh.deploy.openai.served import ServedModel
 from expertmesh.deploy.openai.tenant import tenant_of
 from tests.deploy.test_telemetry import samples
-from tests.support.door import Door
+from tests.support.door import Door, envelope
 from tests.support.fake_client import FakeEngineClient
 from tests.support.http_server import http_server
 
@@ -57,6 +58,29 @@ class TestTenants:
         door.complete("x")
         assert [request.tenant for request in fake.requests] == ["/key-1", "/"]
 
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})],
+        ids=["completions", "chat"],
+    )
+    def test_the_salt_may_be_a_header(
+        self, door: Door, fake: FakeEngineClient, path: str, body: dict[str, Any]
+    ) -> None:
+        """As on the routes of sessions."""
+
+        def post(header: str, **salt: Any) -> httpx.Response:
+            sent = {"model": "tiny", "max_tokens": 1, **body, **salt}
+            return door.http.post(path, json=sent, headers={"X-Cache-Salt": header})
+
+        for salt in ({}, {"cache_salt": "s"}, {"cache_salt": None}):
+            post("s", **salt).raise_for_status()
+        assert [request.tenant for request in fake.requests] == ["/s"] * 3
+        for other in ("t", "", 5, ["s"]):
+            assert envelope(post("s", cache_salt=other), 400)["param"] == "cache_salt"
+        for header in ("", "x" * 257):
+            assert envelope(post(header), 400)["param"] == "x-cache-salt"
+        assert len(fake.requests) == 3
+
 
 class TestWishes:
     def test_reach_the_engine(self, door: Door, fake: FakeEngineClient) -> None:
@@ -86,6 +110,14 @@ class TestWishes:
         for body in ({"prompt": "x", "n": 2}, {"prompt": ["x", "y"]}):
             error = door.refused(COMPLETIONS, session_id="s", **body)
             assert error["param"] == "session_id" and "2" in error["message"]
+            assert error["code"] == "invalid_value"
+
+    def test_what_the_engine_refuses_has_a_code_too(
+        self, door: Door, fake: FakeEngineClient
+    ) -> None:
+        fake.refuse = RequestRefused("a session needs kv_mode exact", "session_id")
+        error = door.refused(COMPLETIONS, prompt="x", session_id="s", kv_mode="select")
+        assert (error["param"], error["code"]) == ("session_id", "invalid_value")
 
 
 class TestReports:

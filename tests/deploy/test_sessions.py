@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from expertmesh.actors.attention.messages import QuotaExceeded
 from expertmesh.actors.state.session_messages import Problem, SessionAnswer, SessionCall
 from expertmesh.deploy import replica_link
 from expertmesh.deploy.auth.keys import hash_key
@@ -107,6 +108,9 @@ def test_bad_requests_name_what_is_wrong(sessions: Door, fake: FakeEngineClient)
     for salt in ("", "x" * 257):
         response = sessions.http.get("/v1/sessions", headers={"x-cache-salt": salt})
         assert envelope(response, 400)["param"] == "x-cache-salt"
+    for path in ("?limit=5", "/s?limit=5"):
+        error = envelope(sessions.http.get(f"/v1/sessions{path}"), 400)
+        assert (error["param"], error["code"]) == ("limit", "unknown_parameter")
     assert not fake.calls
     assert sessions.http.put("/v1/sessions/s").status_code == 405
     fake.down = "the mesh is starting"
@@ -137,6 +141,19 @@ def test_requests_and_routes_of_one_client_are_one_tenant(
     assert [one.tenant for one in client.requests] == ["ann/", "bob/"]
 
 
+def test_a_quota_is_the_same_for_a_fork_and_a_request(
+    sessions: Door, fake: FakeEngineClient
+) -> None:
+    fake.answer = lambda call: SessionAnswer(problem="quota", message="there are 3 already")
+    fake.refuse = QuotaExceeded("there are 3 already", "session_id")
+    fork = sessions.http.post("/v1/sessions/s/fork", json={"session_id": "t"})
+    request = sessions.post("/v1/completions", prompt="x", session_id="t")
+    for response in (fork, request):
+        error = envelope(response, 429)
+        assert error["code"] == "session_quota_exceeded" and error["param"] == "session_id"
+        assert error["message"] == "there are 3 already" and response.headers["retry-after"] == "1"
+
+
 class TestCommand:
     def run(self, door: Door, *arguments: str, code: int = 0, **environment: str) -> str:
         env = {"EXPERTMESH_URL": door.url, "COLUMNS": "200"} | environment
@@ -162,9 +179,36 @@ class TestCommand:
         assert "nothing was restored: its state could not be read" in output
 
     def test_the_servers_own_words(self, door: Door) -> None:
-        assert "there is no session 's'" in self.run(door, "suspend", "s", code=8)
+        assert "error: there is no session 's'" in self.run(door, "suspend", "s", code=2)
         assert json.loads(self.run(door, "list", "--json")) == {"object": "list", "data": []}
-        assert "there is no" in self.run(door, "show", "a/../b c", code=8)
+
+    @pytest.mark.parametrize(
+        ("arguments", "argument"),
+        [
+            (["show", ""], "NAME ''"), (["show", "a/../b c"], "NAME 'a/../b c'"),
+            (["fork", "priv", "a/b"], "TARGET 'a/b'"), (["fork", "priv", ""], "TARGET ''"),
+        ],
+        ids=["empty", "path", "target", "empty target"],
+    )  # fmt: skip
+    def test_names_are_checked_before_anybody_is_asked(
+        self, sessions: Door, fake: FakeEngineClient, arguments: list[str], argument: str
+    ) -> None:
+        output = self.run(sessions, *arguments, code=2)
+        assert f"error: {argument}: must be 1 to 128 letters" in output and not fake.calls
+        assert "--cache-salt: " in self.run(sessions, "list", "--cache-salt", "x" * 257, code=2)
+
+    @pytest.mark.parametrize(
+        ("problem", "code"),
+        [
+            ("unknown", 2), ("exists", 2), ("quota", 2), ("no_disk", 2), ("lost", 2), ("busy", 2),
+            ("full", 8), ("timeout", 8), ("failed", 8),
+        ],
+    )  # fmt: skip
+    def test_a_wish_that_cannot_be_met_is_no_missing_server(
+        self, sessions: Door, fake: FakeEngineClient, problem: Problem, code: int
+    ) -> None:
+        fake.answer = lambda call: SessionAnswer(problem=problem, message="what is wrong")
+        self.run(sessions, "fork", "s", "t", code=code)
 
     def test_it_asks_with_the_key_not_with_the_operators_token(self, door: Door) -> None:
         from expertmesh.deploy import admin_http
