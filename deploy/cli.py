@@ -1,5 +1,6 @@
 """The command line. Only typer is imported here: `--help` must not wait for torch."""
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,13 @@ def _one_of(flag: str, value: str, *choices: str) -> None:
     if value not in choices:
         *most, last = choices
         raise typer.BadParameter(f"{value!r} must be {', '.join(most)} or {last}", param_hint=flag)
+
+
+def _bytes(flag: str, gigabytes: float) -> int:
+    """Raises BadParameter for what no size is: infinite, or beyond all numbers."""
+    if not math.isfinite(size := gigabytes * 1e9):
+        raise typer.BadParameter(f"{gigabytes} must be a finite number", param_hint=flag)
+    return int(size)
 
 
 @app.command()
@@ -306,7 +314,8 @@ def serve(
         option(
             min=0,
             rich_help_panel=_STATE,
-            help="Host memory per replica for pages and snapshots that leave the device.",
+            help="Host memory per replica for pages and snapshots that leave the device. With "
+            "--state-dir at least 0.067, or two snapshots: what is written there passes through.",
         ),
     ] = 0.25,
     state_dir: Annotated[
@@ -322,6 +331,18 @@ def serve(
         Optional[float],  # noqa: UP045
         option(min=0, rich_help_panel=_STATE, help="Most of its disk that --state-dir may take."),
     ] = None,
+    sessions_per_tenant: Annotated[
+        int, option(min=1, rich_help_panel=_STATE, help="Most sessions of one API key.")
+    ] = 1024,
+    session_ttl_seconds: Annotated[
+        int,
+        option(
+            min=1,
+            max=10**9,
+            rich_help_panel=_STATE,
+            help="A session that nobody has used for so long is dropped.",
+        ),
+    ] = 86_400,
     kv_mode: Annotated[
         str,
         option(
@@ -406,12 +427,14 @@ def serve(
         max_model_len=max_model_len,
         max_running=max_running,
         kv_pages=kv_pages,
-        expert_cache_bytes=int(expert_cache_gb * 1e9),
+        expert_cache_bytes=_bytes("--expert-cache-gb", expert_cache_gb),
         prefix_cache=prefix_cache,
         kv_snapshots=kv_snapshots,
-        host_cache_bytes=int(host_cache_gb * 1e9),
+        host_cache_bytes=_bytes("--host-cache-gb", host_cache_gb),
         state_dir=None if state_dir is None else state_dir.absolute(),
-        state_dir_bytes=None if state_dir_gb is None else int(state_dir_gb * 1e9),
+        state_dir_bytes=None if state_dir_gb is None else _bytes("--state-dir-gb", state_dir_gb),
+        sessions_per_tenant=sessions_per_tenant,
+        session_ttl_seconds=session_ttl_seconds,
         kv_mode=kv_mode,
         kv_window=kv_window,
         kv_select_pages=kv_select_pages,

@@ -18,6 +18,7 @@ from expertmesh.actors.model.loading import Dtype, LoadSettings, placed
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.tokenizer import MODEL_FILE, Tokenizer, TokenizerError
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
+from expertmesh.actors.state.tiers.store import TRANSIT_BYTES
 from expertmesh.cluster.placement import PlacementError, check_actors
 from expertmesh.deploy.edge_settings import TlsSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
@@ -280,7 +281,7 @@ def plan_memory(
         state=attention_replicas * state_bytes(config, engine, dtype_bytes),
         processes=(attention_replicas + expert_actors) * PROCESS_BYTES
         + (RAY_BYTES if attention_replicas + expert_actors > 1 else 0),
-        host_cache=attention_replicas * engine.state.host_bytes,
+        host_cache=attention_replicas * host_bytes(config, engine, dtype_bytes),
     )
 
 
@@ -289,6 +290,16 @@ def state_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) -
     dtype = torch.float32 if dtype_bytes == 4 else torch.bfloat16
     slots = engine.slots + engine.state.places
     return engine.pages * bytes_per_page(config, dtype) + slots * bytes_per_slot(config, dtype)
+
+
+def host_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) -> int:
+    """Most bytes of host memory that one replica caches in: never less, where there is a folder,
+    than what is on its way there takes (see TieredStore)."""
+    state = engine.state
+    if state.disk is None:
+        return state.host_bytes
+    dtype = torch.float32 if dtype_bytes == 4 else torch.bfloat16
+    return max(state.host_bytes, TRANSIT_BYTES, 2 * bytes_per_slot(config, dtype))
 
 
 def available_memory() -> int:
@@ -315,8 +326,9 @@ def check_memory(plan: MemoryPlan, pages: int, available: int) -> None:
         ExitCode.MEMORY,
         f"this start needs {size_text(plan.total)} and {size_text(available)} is available "
         f"({parts})",
-        f"lower --kv-pages (now {pages} pages of {PAGE_TOKENS} tokens), --expert-cache-gb, "
-        "--host-cache-gb or the number of actors, or use --dtype bfloat16",
+        f"lower --kv-pages (now {pages} pages of {PAGE_TOKENS} tokens), --kv-snapshots, "
+        "--max-running, --expert-cache-gb, --host-cache-gb or the number of actors, or use --dtype "
+        "bfloat16",
     )
 
 
@@ -324,4 +336,7 @@ def size_text(count: int) -> str:
     """Bytes in the unit that shows more than zeros."""
     if count < 1e8:
         return f"{count / 1e6:.1f} MB"
-    return f"{count / 1e9:.2f} GB" if count < 1e15 else f"{count:.1e} bytes"
+    for unit, size in (("GB", 1e9), ("TB", 1e12), ("PB", 1e15), ("EB", 1e18)):
+        if count < 1000 * size:
+            return f"{count / size:.2f} {unit}"
+    return "over 1000 EB"

@@ -9,7 +9,6 @@ from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.model.loading import placed
 from expertmesh.actors.model.summary import CheckpointSummary
-from expertmesh.actors.state.settings import StateSettings
 from expertmesh.deploy import preflight
 from expertmesh.deploy.openai.admin import is_loopback
 from expertmesh.deploy.preflight import size_text
@@ -51,7 +50,7 @@ def print_plan(
         f"  state     {options.kv_pages} pages of {PAGE_TOKENS} tokens, {options.max_running} "
         f"slots, {size_text(state)} per replica; {options.context(config)} tokens a request"
     )
-    console.print(f"  cache     {_cache(options.state())}")
+    console.print(f"  cache     {_cache(options, config)}")
     console.print(f"  address   {url_of(options)}")
     if not options.asks_for_keys and not is_loopback(options.host):
         console.print(
@@ -67,13 +66,15 @@ def print_plan(
         )
 
 
-def _cache(state: StateSettings) -> str:
+def _cache(options: ServeOptions, config: ModelConfig) -> str:
     """What is kept of prompts, and where."""
+    engine = options.engine(config)
+    state, memory = engine.state, preflight.host_bytes(config, engine, 4)
     if not state.prefix_cache and state.disk is None:
         return "off"
     places = [f"{state.snapshots} snapshots on the device"]
-    if state.host_bytes:
-        places.append(f"{size_text(state.host_bytes)} of host memory per replica")
+    if memory:
+        places.append(f"{size_text(memory)} of host memory per replica")
     if state.disk is not None:
         places.append(f"{size_text(state.disk_bytes or 0)} in {state.disk}")
     mode = "" if state.kv_mode == "exact" else f"; old tokens: {state.kv_mode}"

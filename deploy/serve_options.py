@@ -69,6 +69,8 @@ class ServeOptions:
     host_cache_bytes: int = 250_000_000
     state_dir: Path | None = None
     state_dir_bytes: int | None = None
+    sessions_per_tenant: int = 1024
+    session_ttl_seconds: int = 86_400
     kv_mode: str = "exact"
     kv_window: int = 4096
     kv_select_pages: int = 64
@@ -132,6 +134,8 @@ class ServeOptions:
             codec=cast(Codec, self.kv_codec),
             disk=self.state_dir,
             disk_bytes=self.state_dir_bytes,
+            sessions_per_tenant=self.sessions_per_tenant,
+            session_ttl_s=self.session_ttl_seconds,
             kv_mode=cast(KvMode, self.kv_mode),
             window_tokens=self.kv_window,
             select_pages=self.kv_select_pages,

@@ -1,7 +1,9 @@
 """What can refuse a start for the sake of cached state: its folder, and how old tokens are read."""
 
+import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ SNAPSHOTS = 2
 def check_state_folder(
     settings: StateSettings, config: ModelConfig, context: int, dtype: torch.dtype
 ) -> str:
-    """What to warn of, "" if nothing. Makes nothing. context: most tokens of a request.
+    """What to warn of, "" if nothing. Leaves nothing behind. context: most tokens of a request.
 
     Refused when the folder cannot be written to, could not even hold the state of one request, or
     is to be encrypted with a secret that is too short.
@@ -40,7 +42,7 @@ def check_state_folder(
             "it encrypts --state-dir; all servers that share the folder need the same",
         )
     place = _nearest(folder)
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    if not place.is_dir() or not _writable(place):
         what = "cannot be written to" if place.is_dir() else "is no folder"
         raise Refused(ExitCode.USAGE, f"--state-dir {folder}: {place} {what} here")
     one = pages_for(context) * bytes_per_page(config, dtype)
@@ -90,6 +92,17 @@ def _nearest(folder: Path) -> Path:
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
+
+
+def _writable(folder: Path) -> bool:
+    """Tried with a file without a name: root may write everywhere, and yet not in /proc."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # its room is looked at next
+    return True
 
 
 def _taken(folder: Path) -> int:

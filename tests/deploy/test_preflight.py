@@ -22,7 +22,9 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
+from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.model_state import bytes_per_slot
+from expertmesh.actors.state.opening import open_tiers
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.cluster.launch import LaunchError
 from expertmesh.cluster.ledger.recording import Recording
@@ -118,8 +120,8 @@ def test_an_address_of_another_machine_is_not_called_taken() -> None:
 
 
 def test_sizes_are_not_shown_as_zero() -> None:
-    sizes = [preflight.size_text(count) for count in (1_250_000, 2 * 10**8, 10**16)]
-    assert sizes == ["1.2 MB", "0.20 GB", "1.0e+16 bytes"]
+    sizes = [preflight.size_text(count) for count in (1_250_000, 2 * 10**8, 1.56e12, 10**16)]
+    assert sizes == ["1.2 MB", "0.20 GB", "1.56 TB", "10.00 PB"]
 
 
 def test_more_expert_actors_than_experts(checkpoint: Path) -> None:
@@ -352,6 +354,23 @@ def test_memory_plan_counts_what_is_loaded(checkpoint: Path) -> None:
     )
 
 
+def test_with_a_folder_memory_holds_what_is_on_its_way_there(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """As much as the tier itself takes."""
+    config = preflight.check_folder(checkpoint)
+    for size in (0, 20_000_000, 200_000_000):
+        state = StateSettings(host_bytes=size, disk=tmp_path / str(size), disk_bytes=1 << 30)
+        store = open_tiers(StateLayout.of(config, torch.float32), state, lambda: None)
+        assert store is not None
+        held = store.stats().host.capacity_bytes
+        store.close()
+        engine = EngineSettings(pages=16, slots=2, state=state)
+        assert preflight.host_bytes(config, engine, 4) == held == max(size, 64 << 20)
+    bare = EngineSettings(pages=16, slots=2, state=StateSettings(host_bytes=20_000_000))
+    assert preflight.host_bytes(config, bare, 4) == 20_000_000
+
+
 def test_snapshots_are_state_where_something_is_cached(checkpoint: Path) -> None:
     config = preflight.check_folder(checkpoint)
 
@@ -370,7 +389,7 @@ def test_memory_refusal_has_the_numbers() -> None:
         preflight.check_memory(plan, 512, 5 * 10**9)
     assert refused.value.code is ExitCode.MEMORY
     assert "6.00 GB" in refused.value.message and "5.00 GB" in refused.value.message
-    assert "512" in refused.value.hint
+    assert "512" in refused.value.hint and "--kv-snapshots" in refused.value.hint
 
 
 def test_context_is_what_the_pages_hold(checkpoint: Path) -> None:

@@ -50,20 +50,23 @@ class TestFlags:
         options = serve(
             "--no-prefix-cache", "--kv-snapshots", "3", "--host-cache-gb", "1.5", "--state-dir",
             str(tmp_path), "--state-dir-gb", "2", "--kv-mode", "select", "--kv-codec", "int8",
-            "--kv-window", "1024", "--kv-select-pages", "9",
+            "--kv-window", "1024", "--kv-select-pages", "9", "--sessions-per-tenant", "5",
+            "--session-ttl-seconds", "60",
         )  # fmt: skip
         config = preflight.check_folder(options.model)
         assert options.cluster(config, None).engine.state == StateSettings(
             prefix_cache=False, snapshots=3, host_bytes=1_500_000_000, disk=tmp_path,
             disk_bytes=2_000_000_000, kv_mode="select", codec="int8",
-            window_tokens=1024, select_pages=9,
+            window_tokens=1024, select_pages=9, sessions_per_tenant=5, session_ttl_s=60,
         )  # fmt: skip
 
     def test_also_as_variables_and_in_a_file(self, serve: Serve, tmp_path: Path) -> None:
         file = tmp_path / "serve.yaml"
         file.write_text("prefix-cache: false\nhost_cache_gb: 0\nkv_mode: offload\n")
+        file.write_text(file.read_text() + "sessions_per_tenant: 3\nsession_ttl_seconds: 9\n")
         state = serve("--config", str(file), env={"EXPERTMESH_SERVE_KV_MODE": "select"}).state()
         assert (state.prefix_cache, state.host_bytes, state.kv_mode) == (False, 0, "select")
+        assert (state.sessions_per_tenant, state.session_ttl_s) == (3, 9)
 
     def test_a_folder_means_the_same_everywhere(self, serve: Serve) -> None:
         assert (
@@ -79,6 +82,12 @@ class TestFlags:
             (["--kv-window", "100"], "100 must be a multiple of 64"),
             (["--kv-snapshots", "0"], "greater than or equal to 1"),
             (["--host-cache-gb", "-1"], "greater than or equal to 0"),
+            (["--host-cache-gb", "inf"], "--host-cache-gb: inf must be a finite number"),
+            (["--host-cache-gb", "nan"], "--host-cache-gb"),
+            (["--state-dir-gb", "inf"], "--state-dir-gb: inf must be a finite number"),
+            (["--expert-cache-gb", "1e308"], "--expert-cache-gb: 1e+308 must be a finite number"),
+            (["--sessions-per-tenant", "0"], "greater than or equal to 1"),
+            (["--session-ttl-seconds", "0"], "greater than or equal to 1"),
         ],
     )
     def test_wrong_values_are_named(self, flags: list[str], message: str) -> None:
@@ -146,6 +155,14 @@ class TestFlags:
         assert "cache     off" in plan("--no-prefix-cache")
         text = plan("--state-dir", str(tmp_path), "--state-dir-gb", "3", "--kv-mode", "offload")
         assert f"3.00 GB in {tmp_path}, lossless; old tokens: offload" in text
+        folder = ("--state-dir", str(tmp_path), "--state-dir-gb", "3")
+        assert "67.1 MB of host memory" in plan(*folder, "--host-cache-gb", "0.02")
+        assert "host memory" not in plan("--host-cache-gb", "0")
+
+    def test_a_limit_beyond_the_disk_is_warned_of(self, tmp_path: Path) -> None:
+        flags = ["--state-dir", str(tmp_path), "--state-dir-gb", "999999", "--dry-run"]
+        result = CliRunner().invoke(app, ["serve", "--expert-actors", "0", "--port", "1", *flags])
+        assert "warning: --state-dir-gb 999999: the disk of" in result.output, result.output
 
 
 class Usage(NamedTuple):
@@ -191,6 +208,10 @@ class TestFolder:
         with pytest.raises(Refused, match="cannot be written to"):
             self.look(tmp_path / "a", config)
         assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+    def test_what_the_system_does_not_take_is_not_writable(self, config: ModelConfig) -> None:
+        with pytest.raises(Refused, match="/proc/nothere: /proc cannot be written to"):
+            self.look(Path("/proc/nothere"), config)
 
     def test_a_secret_must_be_long(
         self, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
