@@ -64,7 +64,9 @@ STEP_PHASES = ("plan", "forward", "sample", "publish")
 PLACEMENT_REASONS = ("session", "prefix", "spread", "load")
 # Below the device; those that a server has.
 LOWER_TIERS = ("host", "disk")
-TIER_FAILURES = ("missing", "corrupt", "timeout", "io", "full", "busy")
+TIER_FAILURES = (
+    "missing", "corrupt", "timeout", "io", "full", "busy", "torn", "vanished", "sealed",
+)  # fmt: skip
 
 # The front door. Counted where usage is counted, so that sums over answers equal the counters.
 REQUEST_SUCCESS = Metric(
@@ -308,8 +310,9 @@ TIER_REFUSED = Metric(
 TIER_QUEUED = Metric("state_tier_queued", "gauge", "Items that wait for a tier.", _LOWER)
 TIER_FAILED = Metric(
     "state_tier_failures", "counter",
-    f"Items that could not be had or stored: {', '.join(TIER_FAILURES)}. Each is computed again; "
-    "corrupt ones are never used.", (*_LOWER, "reason"),
+    f"Items that could not be had or stored: {', '.join(TIER_FAILURES)} (torn: the log's end after "
+    "a crash; vanished: evicted by another replica meanwhile; sealed: with another secret, or with "
+    "none). Each is computed again; corrupt ones are never used.", (*_LOWER, "reason"),
 )  # fmt: skip
 TIER_READ_ONLY = Metric(
     "state_tier_read_only", "gauge", "1 while a tier takes nothing more, else 0.", _LOWER
