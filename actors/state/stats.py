@@ -5,7 +5,8 @@ import msgspec
 
 class TierStats(msgspec.Struct, kw_only=True):
     """Of one tier below the device. Bytes are those in use, packed. read_only: why it takes no
-    more, "" when it does. failures: by reason (missing, corrupt, timeout, io, full, busy)."""
+    more, "" when it does. failures: by reason (missing, corrupt, sealed, timeout, io, full,
+    busy)."""
 
     capacity_bytes: int = 0
     page_bytes: int = 0

@@ -173,6 +173,9 @@ class FakeDisk:
         self.reads.append(name)
         return None if name in self.damaged else self.records.get(name)
 
+    def why(self, name: Name) -> str:
+        return "missing"
+
     def remove(self, names: Sequence[Name]) -> None:
         for name in names:
             self.records.pop(name, None)

@@ -9,8 +9,13 @@ from expertmesh.actors.state.item import Kind
 from expertmesh.actors.state.stats import TierStats
 
 # What was read and is not what was written.
-CORRUPT = frozenset({"header", "version", "place", "key", "layout", "length", "payload", "seal"})
-CORRUPT |= {"short", "manifest"}
+CORRUPT = frozenset({"header", "version", "place", "key", "layout", "length", "payload", "short"})
+CORRUPT |= {"manifest"}
+
+
+def label(reason: str) -> str:
+    """All damage is "corrupt" to operators. What another secret has sealed is not damaged."""
+    return "corrupt" if reason in CORRUPT else reason
 
 
 class Counters:
@@ -49,7 +54,7 @@ class Counters:
             return {reason: n for reason, n in self._failures.items() if reason in CORRUPT and n}
 
     def stats(self, capacity: int, indexes: Iterable[Index]) -> TierStats:
-        """failures: all damage is "corrupt" there."""
+        """failures: by label."""
         stats = TierStats(capacity_bytes=capacity, read_only=self.read_only)
         for index in indexes:
             for kind, tally in index.tallies.items():
@@ -65,7 +70,7 @@ class Counters:
             stats.writes, stats.write_bytes = self._writes, self._write_bytes
             stats.write_seconds, stats.evictions = self._write_s, self._evictions
             for reason, times in self._failures.items():
-                label = "corrupt" if reason in CORRUPT else reason
                 if times:
-                    stats.failures[label] = stats.failures.get(label, 0) + times
+                    told = label(reason)
+                    stats.failures[told] = stats.failures.get(told, 0) + times
         return stats

@@ -34,5 +34,5 @@ def named(what: str) -> Iterator[None]:
 
 
 def failed(what: str, error: OSError) -> DiskFailed:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return (DiskFull if full else DiskFailed)(f"{what}: {error}")

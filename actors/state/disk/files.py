@@ -76,6 +76,14 @@ class Files:
             done += count
         return done
 
+    def still_named(self, fd: int, path: Path) -> bool:
+        """Whether an open file still has this name: it has neither been removed nor replaced."""
+        try:
+            there = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(there, os.fstat(fd))
+
     def size(self, path: Path) -> int:
         return path.stat().st_size
 

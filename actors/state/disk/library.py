@@ -4,6 +4,7 @@
 """
 
 import itertools
+import logging
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from expertmesh.actors.state.disk.index import Index, Spot, folder_of, spot
 from expertmesh.actors.state.disk.manifest import Entry, Op
 from expertmesh.actors.state.disk.writer import Writer
 from expertmesh.actors.state.item import Kind, Name
+
+_log = logging.getLogger(__name__)
 
 PREFIX = "writer-"
 MOST_FOLDERS = 4096
@@ -175,6 +178,8 @@ class Library:
         with named(f"listing {self.root}"):
             folders = self._files.folders(self.root)
         mine = {writer.number for writer in self.writers}
+        for view in [view for view in self.views.values() if view.path not in folders]:
+            del self.views[view.number]
         damaged = 0
         for path in folders:
             tail = path.name.removeprefix(PREFIX)
@@ -189,6 +194,18 @@ class Library:
         self._reorder()
         self._heed()
         return damaged
+
+    def tell_damage(self) -> None:
+        """One line of what was found when it was opened, if anything was."""
+        damaged = sum(shelf.damaged for shelf in self._order)
+        torn = sum(writer.torn for writer in self.writers)
+        missing = sum(writer.missing for writer in self.writers)
+        if damaged or torn or missing or self.failed:
+            _log.warning(
+                "state in %s: %d damaged and %d unfinished entries, %d records missing, %d folders "
+                "unreadable; what is lost is computed again",
+                self.root, damaged, torn, missing, self.failed,
+            )  # fmt: skip
 
     def adopt(self) -> None:
         """Makes folders ours whose writers are dead."""

@@ -5,6 +5,7 @@ starts takes the first folder that nobody holds and continues it. All read all. 
 exactly what was appended is a miss with a counter (kv-state 3.7, 3.8).
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from expertmesh.actors.state.disk.seal import Seal
 from expertmesh.actors.state.disk.space import Space, Victim, segment_size, victim
 from expertmesh.actors.state.item import Header, Kind, Name
 from expertmesh.actors.state.stats import TierStats
+
+_log = logging.getLogger(__name__)
 
 # After the file system was full, below the cap, and one eviction did not help: nothing is tried
 # for so long. Whoever else fills the disk then costs us a segment per pause and not all at once.
@@ -73,6 +76,7 @@ class DiskLog:
             counters.fail("manifest", writer.damaged)
             counters.fail("torn", writer.torn)
             counters.fail("missing", writer.missing)
+        library.tell_damage()
         seal = Seal(secret) if secret else None
         log = cls(
             library,
@@ -155,6 +159,8 @@ class DiskLog:
         """A segment in which the next record fits, under the cap. Raises DiskFull."""
         if nbytes > self._space.capacity - 2 * self._space.segment:
             raise DiskFull(f"a record of {nbytes} bytes, {self._space.capacity} are the cap")
+        if not self._writer.fits(nbytes):
+            self._writer.hold()
         while not self._writer.fits(nbytes):
             if self._space.begin_segment(self._writer, nbytes, spare):
                 return
@@ -261,6 +267,7 @@ class DiskLog:
         """Takes note of what other replicas have written and removed, and gives a segment back
         where they have no room and we more than a share. Raises DiskFailed."""
         self._check_open()
+        self._writer.hold()
         self._counters.fail("manifest", self._library.refresh())
         self._counters.fail("io", self._library.take_failures())
         self._reader.handles.keep(self._library.living)
@@ -272,12 +279,15 @@ class DiskLog:
                 self._evict()
 
     def close(self) -> None:
-        """Syncs and writes checkpoints. Idempotent. Raises DiskFailed, closed all the same."""
+        """Syncs and writes checkpoints. Idempotent. Where that fails it is told, and closed all the
+        same: only what a sync has returned was promised."""
         if not self._closed:
             self._closed = True
-            self._library.bury()
             try:
+                self._library.bury()
                 self._library.close()
+            except DiskFailed as error:
+                _log.warning("state in %s: closed without a sync: %s", self._library.root, error)
             finally:
                 self._reader.handles.close()
 
@@ -288,6 +298,10 @@ class DiskLog:
         given or more; the record's payload is a view of it. Raises DiskFailed."""
         self._check_open()
         return self._reader.read(name, allocate)
+
+    def why(self, name: Name) -> str:
+        """Why a read gave nothing: "corrupt" or "sealed" where that was found, else "missing"."""
+        return self._reader.spoiled.get(name, "missing")
 
     def has(self, name: Name) -> bool:
         """Whether it was there when last heard of. No I/O."""

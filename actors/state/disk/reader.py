@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from expertmesh.actors.state.disk.counters import Counters
+from expertmesh.actors.state.disk.counters import Counters, label
 from expertmesh.actors.state.disk.errors import DiskFailed, failed
 from expertmesh.actors.state.disk.files import Buffer, Files
 from expertmesh.actors.state.disk.folder import segment_path
@@ -19,17 +19,21 @@ from expertmesh.actors.state.item import Name
 Allocate = Callable[[int], Buffer]
 
 # Bytes that are good for another configuration of the server: not ours to delete.
-FOREIGN = frozenset({"version", "layout", "seal"})
+FOREIGN = frozenset({"version", "layout", "sealed"})
 MOST_COPIES = 8
+MOST_SPOILED = 4096  # names
 
 
 class Reader:
+    """spoiled: what of late was not there as it should be, with the label that counts it."""
+
     def __init__(
         self, files: Files, library: Library, layout: bytes, seal: Seal | None, counters: Counters
     ) -> None:
         self._files, self._library, self._counters = files, library, counters
         self._layout, self._seal = layout, seal
         self.handles = Handles(files)
+        self.spoiled: dict[Name, str] = {}
 
     def read(self, name: Name, allocate: Allocate | None = None) -> Record | None:
         """None where no intact copy is left. Raises DiskFailed: nothing is known of the copy."""
@@ -61,11 +65,15 @@ class Reader:
             record = decode(head, body, found.entry.name, self._layout, place, self._seal)
         except Damaged as damage:
             self._counters.fail(damage.reason)
+            if len(self.spoiled) >= MOST_SPOILED:
+                self.spoiled.clear()
+            self.spoiled[found.entry.name] = label(damage.reason)
             self._library.quarantine(found.entry, lasting=damage.reason not in FOREIGN)
             return None
         except DiskFailed:
             self._counters.fail("io")
             raise
+        self.spoiled.pop(found.entry.name, None)
         self._library.touch(found.entry)
         self._counters.read(place.nbytes, read - began, time.perf_counter() - read)
         return record

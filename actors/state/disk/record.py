@@ -142,7 +142,7 @@ def decode(
     begin = aligned(4 * tokens, 64)
     sealed = TAG_BYTES if flags & SEALED else 0
     if begin + payload + sealed != len(body) or bool(sealed) != (seal is not None):
-        raise Damaged("seal" if bool(sealed) != (seal is not None) else "length")
+        raise Damaged("sealed" if bool(sealed) != (seal is not None) else "length")
     if xxhash.xxh3_128_digest(body) != digest:
         raise Damaged("payload")
     if seal is not None:
@@ -150,7 +150,7 @@ def decode(
         about = _sealed_about(header, codec.decode(), raw_bytes, place)
         plain = seal.open(nonce, body, about)
         if plain is None:
-            raise Damaged("seal")
+            raise Damaged("sealed")
         body = memoryview(plain)
     ids = tuple(body[: 4 * tokens].cast("I"))
     header = Header(key, name.kind, parent, position, ids, LINEAGES[lineage], made_for)

@@ -5,6 +5,7 @@ What a failed sync has left on the device is unknown and cannot be asked again: 
 closed, its manifest's generation ends, and nothing of the group counts as stored.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from expertmesh.actors.state.disk.manifest import (
 )
 from expertmesh.actors.state.disk.record import Place, aligned
 from expertmesh.actors.state.item import Name
+
+_log = logging.getLogger(__name__)
 
 # A generation ends when its manifest is longer than this and than twice what lives.
 MIN_ENTRIES = 4096
@@ -68,6 +71,7 @@ class Writer:
         self._queue: list[Entry] = []
         self._unsynced: list[Active] = []
         self._doomed: set[int] = set()
+        self._gone = False  # files were removed, and no commit has failed for it yet
 
     @classmethod
     def acquire(cls, files: Files, path: Path, number: int) -> "Writer | None":
@@ -151,18 +155,76 @@ class Writer:
         self.index.apply(entry)
         self._queue.append(entry)
 
+    def hold(self) -> None:
+        """Makes the folder again where somebody has removed it, or its lock. The next commit fails
+        all the same. Raises DiskFailed, "busy" where another process has it meanwhile."""
+        self._notice()
+        self._retake()
+
+    def _retake(self) -> None:
+        path = self.path / "lock"
+        with named(f"locking {self.path}"):
+            if self._files.still_named(self._lock, path):
+                return
+            self._files.make_folder(self.path)
+            self._files.sync_folder(self.path.parent)
+            # Whoever made a new one has put things here, and may be gone again.
+            lock = None if path.name in self._files.names(self.path) else self._files.lock(path)
+        if lock is None:
+            raise DiskFailed(f"another process has taken {self.path}", "busy")
+        self._files.close(self._lock)
+        self._lock = lock
+
+    def _notice(self) -> None:
+        """What is written to files without a name is lost, however well it is synced: then a new
+        generation and a new segment begin, and what was in removed segments is forgotten."""
+        opened = [(self._lock, self.path / "lock")]
+        if self._manifest is not None:
+            opened.append((self._manifest, manifest_path(self.path, self._generation)))
+        for active in self._written():
+            opened.append((active.fd, segment_path(self.path, active.segment)))
+        with named(f"looking into {self.path}"):
+            if self._gone or all(self._files.still_named(*each) for each in opened):
+                return
+            try:
+                names = self._files.names(self.path)
+            except (FileNotFoundError, NotADirectoryError):
+                names = []
+            taken = "lock" in names and not self._files.still_named(*opened[0])
+            present = set() if taken else set(segments(names))
+            self._doomed &= present
+        self._gone = True
+        self.untidy += 1
+        self._end_generation()
+        self.seal()
+        before = len(self.index.entries)
+        for number in self.index.segments.keys() - present:
+            self.index.drop(number)
+        lost = before - len(self.index.entries)
+        _log.error("files were removed from %s while in use: %d items are lost", self.path, lost)
+
+    def _check(self) -> None:
+        self._notice()
+        if self._gone:
+            self._gone = False
+            self._retake()
+            raise DiskFailed(f"files were removed from {self.path}")
+
     def commit(self) -> None:
         """Makes everything since the last one last. Raises DiskFailed: then what was appended is
-        gone, and what was logged is tried again with the next."""
+        gone, and what was logged is tried again with the next. It is raised once, too, where files
+        were removed since."""
         puts = list(self.pending.values())
-        if not (puts or self._queue or self._unsynced or self._doomed):
-            return
         try:
+            self._check()
+            if not (puts or self._queue or self._unsynced or self._doomed):
+                return
             if self._manifest is None:
                 self._begin_generation()
             if puts:
                 self._sync_segments()
             self._log_all(puts + self._queue)
+            self._check()
         except DiskFailed:
             self.pending.clear()
             self.seal()
@@ -195,7 +257,10 @@ class Writer:
         held = self.index.segments.get(active.segment)
         path = segment_path(self.path, active.segment)
         with named(f"closing {path}"):
+            ours = self._files.still_named(active.fd, path)
             self._files.close(active.fd)
+            if not ours:
+                return
             if held is None or not held.names:
                 self.unlink(active.segment)
             elif held.end < active.size:
@@ -203,8 +268,11 @@ class Writer:
 
     def _sync_segments(self) -> None:
         with named(f"syncing segments of {self.path}"):
-            for active in [*self._unsynced, *([self.active] if self.active else [])]:
+            for active in self._written():
                 self._files.sync(active.fd)
+
+    def _written(self) -> list[Active]:
+        return [*self._unsynced, *([self.active] if self.active else [])]
 
     def _log_all(self, entries: list[Entry]) -> None:
         if not entries:
@@ -224,8 +292,7 @@ class Writer:
 
     def sealed_segments(self) -> list[int]:
         """Those that take no more records and have none that waits for a commit."""
-        busy = {active.segment for active in self._unsynced}
-        busy |= {self.active.segment} if self.active else set()
+        busy = {active.segment for active in self._written()}
         return [number for number in self.index.segments if number not in busy]
 
     def empty_segments(self) -> list[int]:
@@ -273,6 +340,7 @@ class Writer:
     def _begin_generation(self) -> None:
         """Checkpoint, new manifest, then the generation before last is let go."""
         self._end_generation()
+        self.hold()
         self._generation += 1
         target = index_path(self.path, self._generation)
         temporary = target.with_suffix(".tmp")

@@ -75,14 +75,15 @@ class ColdTier:
             self.breaker.succeeded()
 
     def read(self, name: Name) -> DiskRead | str:
-        """A verified item, or why there is none: missing, corrupt, io, closed. Any thread."""
+        """A verified item, or why there is none: missing, corrupt, sealed, io, closed. Any
+        thread."""
         start = time.perf_counter()
         try:
             record = self.log.read(name)
         except DiskFailed as error:
             return error.reason
         if record is None:
-            return "missing"
+            return self.log.why(name)
         header = record.header
         if header.name != name or header.layout != self._layout.fingerprint:
             return "corrupt"

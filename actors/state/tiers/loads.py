@@ -209,7 +209,7 @@ class Loads:
             load = self._disk_loads.get(name)
             if load is None:
                 if self._cold is None or not self._cold.has(name):
-                    return "missing"
+                    return "missing" if self._cold is None else self._cold.log.why(name)
                 load = self._disk_loads[name] = Loading(name, [])
             load.waiters.append((fetch, at))
             disk_loads.append(load)

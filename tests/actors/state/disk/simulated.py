@@ -191,6 +191,11 @@ class SimulatedFiles(Files):
             done += len(piece)
         return done
 
+    def still_named(self, fd: int, path: Path) -> bool:
+        if fd in self._held:
+            return True
+        return self.disk.names.get(path) is self._open[fd][1]
+
     def size(self, path: Path) -> int:
         return len(self._inode(path).data)
 

@@ -34,7 +34,7 @@ def test_a_damaged_page_is_written_again_and_stays_gone_until_then() -> None:
     disk.names[segment].data[100] ^= 1
     assert log.has(header(1).name) and log.read(header(1).name) is None
     assert not log.has(header(1).name) and log.read(header(1).name) is None
-    assert log.damage == {"header": 1}
+    assert log.damage == {"header": 1} and log.why(header(1).name) == "corrupt"
     log.sync()
     assert not open_log(SimulatedFiles(disk.after_kill())).has(header(1).name)
     assert log.append(header(1), "raw", 5, [b"bytes"])
@@ -57,6 +57,50 @@ def test_another_secret_is_a_miss_and_deletes_nothing() -> None:
 @pytest.mark.parametrize("evicting", [False, True])
 def test_refused_operations_cost_no_promise(operation: str, number: int, evicting: bool) -> None:
     survive(operation, number, evicting, seed=1)
+
+
+def test_what_is_sealed_is_not_damaged() -> None:
+    disk = Disk()
+    log = open_log(SimulatedFiles(disk), secret=b"a" * 16)
+    log.append(header(1), "raw", 5, [b"bytes"])
+    log.close()
+    log = open_log(SimulatedFiles(disk))
+    assert log.read(header(1).name) is None and log.why(header(1).name) == "sealed"
+    assert log.damage == {} and log.stats().failures == {"sealed": 1, "missing": 1}
+
+
+def test_a_damaged_folder_is_told_of_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+    log = open_log(SimulatedFiles(disk))
+    for number in range(3):
+        log.append(header(number), "raw", 5, [b"bytes"])
+    log.sync()
+    (manifest,) = (path for path in disk.names if path.name.startswith("manifest"))
+    disk.names[manifest].data[10] ^= 1
+    assert not caplog.records
+    assert len(open_log(SimulatedFiles(disk.after_kill())).names(Kind.PAGE)) == 2
+    (record,) = caplog.records
+    assert "1 damaged and 0 unfinished entries, 0 records missing" in record.message
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_no_room_by_any_name_is_full(number: int) -> None:
+    log = open_log(SimulatedFiles(Disk(), fail=Fault("allocate", number, 1, 2)))
+    with pytest.raises(DiskFull):
+        log.append(header(1), "raw", 5, [b"bytes"])
+    assert log.stats().read_only == "full"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["enospc", "eio"])
+def test_closing_never_fails(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    fault = Fault("write", number, 1, 10**9)
+    fault.armed = False
+    log = open_log(SimulatedFiles(Disk(), fail=fault))
+    log.append(header(1), "raw", 5, [b"bytes"])
+    fault.armed = True
+    log.close()
+    log.close()
+    assert fault.injected and "closed without a sync" in caplog.text
 
 
 def test_a_folder_that_cannot_be_used_says_so() -> None:
