@@ -24,9 +24,9 @@ class SessionView(msgspec.Struct, kw_only=True):
 
     tokens: of the conversation, all handed out; position: how many of them are in the saved state.
     version: grows with every change, whichever replica makes it. expires: when it is dropped unless
-    somebody uses it; seconds since 1970, as created and used. resident: bytes by the highest tier
-    that has them ("hot": the device); only show tells. missing: pages and snapshots of it that no
-    tier of the replica has.
+    somebody uses it; seconds since 1970, as created and used. resident: bytes in each tier
+    ("hot": the device), which may have the same ones: what "disk" has outlives the process; only
+    show tells. missing: pages and snapshots of it that no tier of the replica has.
     """
 
     session_id: str

@@ -79,11 +79,9 @@ class SessionVerbs:
     def _seen(self, manifest: Manifest) -> SessionView:
         """With where it is. Looks names up and reads nothing."""
         view, sizes = self._view(manifest), self._sessions.sizes
-        tiers = self._sessions.resident(manifest.point().names)
-        for name, tier in tiers.items():
-            if tier is None:
-                view.missing += 1
-            else:
+        for name, tiers in self._sessions.resident(manifest.point().names).items():
+            view.missing += not tiers
+            for tier in tiers:
                 view.resident[tier] = view.resident.get(tier, 0) + sizes[name.kind]
         return view
 
@@ -99,10 +97,8 @@ class SessionVerbs:
             )
         names = manifest.point().names
         if not sessions.keep(names):
-            raise SessionProblem(
-                "lost", f"the state of session {manifest.session!r} is not in memory any more: its "
-                "next request computes it again, and then it can be suspended",
-            )  # fmt: skip
+            sessions.stay_active(manifest)
+            yield from self._not_kept(manifest)
         yield from self._commit(sessions.touch(manifest, suspended=True), "it is not suspended")
         return SuspendReport(
             session_id=manifest.session,
@@ -112,12 +108,27 @@ class SessionVerbs:
             seconds=perf_counter() - began,
         )
 
+    def _not_kept(self, manifest: Manifest) -> Steps[None]:
+        """Says why: always raises SessionProblem."""
+        if not self._sessions.somewhere(manifest.point().names):
+            raise SessionProblem(
+                "lost", f"the state of session {manifest.session!r} is not in memory any more: its "
+                "next request computes it again, and then it can be suspended",
+            )  # fmt: skip
+        try:
+            yield from self._sessions.refused()
+        except SessionProblem as problem:
+            raise SessionProblem(
+                problem.problem, f"{problem.message}: it is not suspended"
+            ) from problem
+
     def _commit(self, manifest: Manifest, otherwise: str) -> Steps[None]:
         """The session is this, here and on the disk, when this returns."""
         self._sessions.enter(manifest)
         try:
             whole = yield from self._sessions.commit(manifest)
         except SessionProblem as problem:
+            self._sessions.stay_active(manifest)
             raise SessionProblem(problem.problem, f"{problem.message}: {otherwise}") from problem
         if not whole:
             raise SessionProblem("busy", f"a request of the session has ended: {otherwise}")
@@ -125,8 +136,8 @@ class SessionVerbs:
     def _resume(self, manifest: Manifest) -> Steps[ResumeReport]:
         """Brings it into memory, verified, and holds it there for the next request."""
         sessions, began = self._sessions, perf_counter()
-        tiers = sessions.resident(manifest.point().names)
-        fetch = sessions.fetch([name for name, tier in tiers.items() if tier != "hot"])
+        resident = sessions.resident(manifest.point().names)
+        fetch = sessions.fetch([name for name, tiers in resident.items() if "hot" not in tiers])
         yield fetch
         report = ResumeReport(
             session_id=manifest.session,
@@ -138,10 +149,10 @@ class SessionVerbs:
             verify_ms=1e3 * fetch.verify_seconds,
         )
         if fetch.items is None:
-            fetch.cancel()
             report.reason = (
                 f"its state could not be read ({fetch.reason}): the next request computes it again"
             )
+            fetch.cancel()  # from now on its reason is that
             return report
         report.restored_tokens, report.recomputed_tokens = manifest.position, 0
         report.bytes = sum(item.nbytes for item in fetch.items)

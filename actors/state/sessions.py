@@ -16,7 +16,7 @@ version costs time and never a wrong answer.
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -197,11 +197,12 @@ class Sessions:
         """A turn has ended with these tokens, in this state; replaces what the session was before.
 
         tokens: all that were handed out, of which the tip has computed the first. items: what of
-        the tip may not be in the store yet. False, and the session stays as it was, when there is
-        no room for it or something of it is gone already.
+        the tip may not be in the store yet. What the disk does not take stays in host memory.
+        False, and the session stays as it was, when there is no room there either or something of
+        it is gone already.
         """
         if self.full(tenant, session):
-            return False
+            return _unsaved(session, "there are too many")
         name, now = self.name(tenant, session), self._clock()
         before = self._living(name)
         created = now if before is None else before.manifest.created
@@ -220,10 +221,10 @@ class Sessions:
             version=self.next_version(name),
         )
         for item in items:
-            if not self.store.put(item, durable=self.durable):
-                return False
-        if not self.keep(tip.names):
-            return False
+            if not self.store.put(item, durable=self.durable) and not self.store.put(item):
+                return _unsaved(session, "host memory has no room for its state")
+        if not self.keep(tip.names) and not self.somewhere(tip.names):
+            return _unsaved(session, "a part of its state is in no tier any more")
         self.settle(manifest)
         return True
 
@@ -236,6 +237,10 @@ class Sessions:
         for item in self.device.items(lost) if lost else ():
             self.store.put(item, durable=True)
         return not (lost and self.store.keep(lost))
+
+    def somewhere(self, names: Sequence[Name]) -> bool:
+        """Whether each is in some tier, for as long as that has room."""
+        return all(self.store.where(name) is not None or self.device.has(name) for name in names)
 
     # --- changing -----------------------------------------------------------------------------
 
@@ -266,6 +271,12 @@ class Sessions:
             old.let_go()
             entry.before = [*old.before, old.manifest]
 
+    def stay_active(self, manifest: Manifest) -> None:
+        """The disk has not taken this version for good: whatever it says, it is not suspended."""
+        entry = self._entries.get(self.name(manifest.tenant, manifest.session))
+        if entry is not None and entry.manifest.version == manifest.version:
+            entry.manifest = msgspec.structs.replace(entry.manifest, suspended=False)
+
     def commit(self, manifest: Manifest) -> Steps[bool]:
         """Brings a session that was entered to the disk: its parts, then its manifest. False: it
         has changed meanwhile, which is another commit's. Raises SessionProblem, and then the disk
@@ -290,6 +301,11 @@ class Sessions:
             if self.durable and not entry.written:
                 item = to_item(entry.manifest, self.fingerprint, self._layout)
                 self.store.put(item, durable=True, pinned=True)
+
+    def refused(self) -> Steps[None]:
+        """Raises SessionProblem that says why `keep` has failed for what is somewhere."""
+        yield from self._synced()
+        raise SessionProblem("full", "the disk has no room for it")
 
     def _synced(self) -> Steps[None]:
         flush = self.store.flush()
@@ -371,9 +387,22 @@ class Sessions:
             self.store.unpin([name])
             self.store.drop([name])
 
-    def resident(self, names: Sequence[Name]) -> Mapping[Name, str | None]:
-        """The highest tier of each; "hot" is the device."""
-        return {n: "hot" if self.device.has(n) else self.store.where(n) for n in names}
+    def resident(self, names: Sequence[Name]) -> Mapping[Name, list[str]]:
+        """All tiers that have each, the highest first; "hot" is the device."""
+        return {name: list(self._tiers(name)) for name in names}
+
+    def _tiers(self, name: Name) -> Iterator[str]:
+        if self.device.has(name):
+            yield "hot"
+        if self.store.where(name) == "host":
+            yield "host"
+        if self.store.on_disk(name):
+            yield "disk"
+
+
+def _unsaved(session: str, why: str) -> bool:
+    _log.warning("session %s is not saved: %s", session, why)
+    return False
 
 
 def _owner(tenant: str) -> str:

@@ -56,8 +56,8 @@ class Fetch(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why items is None: missing, corrupt, timeout, cancelled, busy, io,
-        full, error, closed."""
+        """Why items is None: missing, corrupt, sealed, timeout, cancelled, busy,
+        io, full, error, closed."""
         ...
 
     @property
@@ -84,6 +84,10 @@ class Store(Protocol):
     def where(self, name: Name, exact: bool = True) -> Tier | None:
         """The highest tier that has it, as far as is known without looking; "hot" is never the
         answer. None also for what failed to load lately. exact: an estimate does not count."""
+        ...
+
+    def on_disk(self, name: Name) -> bool:
+        """Whether the disk has it, whatever is above, as far as is known without looking."""
         ...
 
     def touch(self, names: Sequence[Name]) -> None:

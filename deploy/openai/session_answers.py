@@ -38,8 +38,9 @@ class SessionCard(Answer):
 
 
 class SessionDetails(SessionCard):
-    """resident: bytes by the highest tier that has them (hot: the device). missing: pages and
-    snapshots of the session that are nowhere, and will be computed again."""
+    """resident: bytes in each tier that has them (hot: the device), the same ones perhaps in
+    several. missing: pages and snapshots of the session that are nowhere, and will be computed
+    again."""
 
     resident: dict[str, Count]
     missing: Count

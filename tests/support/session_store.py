@@ -43,6 +43,7 @@ class FakeFetch:
 
     def cancel(self) -> None:
         self.cancelled = self.done = True
+        self.reason = "cancelled"
 
 
 @dataclass
@@ -71,14 +72,15 @@ class FakeDisk:
 
 
 class FakeStore:
-    """slow: fetches wait until a test ends them. lost: names that no fetch brings."""
+    """slow: fetches wait until a test ends them. lost: names that no fetch brings. full: host
+    memory takes nothing."""
 
     def __init__(self, disk: FakeDisk | None = None) -> None:
         self.durable = disk is not None
         self.host: dict[Name, Item] = {}
         self.disk = disk or FakeDisk()
         self.pins = 0
-        self.slow = False
+        self.slow = self.full = False
         self.lost: set[Name] = set()
         self.waiting: list[tuple[FakeFetch, list[Name] | None]] = []  # None: a flush
         self.held: list[FakeFetch] = []
@@ -88,8 +90,11 @@ class FakeStore:
             return "host"
         return "disk" if name in self.disk.items or name in self.disk.written else None
 
+    def on_disk(self, name: Name) -> bool:
+        return name in self.disk.items
+
     def put(self, item: Item, *, durable: bool = False, pinned: bool = False) -> bool:
-        if durable and not self.disk.write(item):
+        if self.full or (durable and not self.disk.write(item)):
             return False
         self.host[item.header.name] = item
         return True

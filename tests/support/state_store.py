@@ -93,6 +93,9 @@ class MemoryStore:
         found = self.stored.get(name)
         return None if found is None else found.tier
 
+    def on_disk(self, name: Name) -> bool:
+        return self.where(name) == "disk"
+
     def put(self, item: Item, *, durable: bool = False, pinned: bool = False) -> bool:
         if self.rng.random() < self.faults.refuse:
             return False

@@ -53,7 +53,7 @@ class TieredStore:
         capacity = settings.host_bytes
         if disk is not None:
             capacity = max(capacity, TRANSIT_BYTES, 2 * layout.nbytes(Kind.SNAPSHOT))
-        self._host = HostTier(capacity, self._on_disk)
+        self._host = HostTier(capacity, self.on_disk)
         self._cold = None if disk is None else ColdTier(disk, layout, clock)
         self._loads = Loads(
             layout,
@@ -80,7 +80,10 @@ class TieredStore:
         entry = self._host.entries.get(name)
         if entry is not None and self._loads.serves(entry, exact):
             return "host"
-        return "disk" if self._on_disk(name) else None
+        return "disk" if self.on_disk(name) else None
+
+    def on_disk(self, name: Name) -> bool:
+        return self._cold is not None and self._cold.has(name)
 
     def put(self, item: Item, *, durable: bool = False, pinned: bool = False) -> bool:
         name = item.header.name
@@ -263,9 +266,6 @@ class TieredStore:
         if self._cold is not None and len(readers) == _DISK_READERS:
             self._cold.down = reason
 
-    def _on_disk(self, name: Name) -> bool:
-        return self._cold is not None and self._cold.has(name)
-
     def _used(self, entry: Entry) -> None:
         """A second sight is what admits to the disk (TinyLFU)."""
         seen = self._host.touch(entry)
@@ -273,7 +273,7 @@ class TieredStore:
             self._offer(entry)
 
     def _offer(self, entry: Entry) -> None:
-        if self._writer is None or self._on_disk(entry.name) or not entry.content.exact:
+        if self._writer is None or self.on_disk(entry.name) or not entry.content.exact:
             return
         self._writer.offer(entry.name, entry.nbytes)
 
@@ -282,7 +282,7 @@ class TieredStore:
         writer = self._writer
         if writer is None:
             return True
-        if self._on_disk(entry.name) and entry.name.kind is not Kind.SESSION:
+        if self.on_disk(entry.name) and entry.name.kind is not Kind.SESSION:
             return self._confirm(entry.name)
         if not writer.promise(entry.name):
             return False
@@ -297,9 +297,9 @@ class TieredStore:
         """Whether what host memory has not got whole is on the disk, or about to be: then a flush
         waits until that is certain."""
         writer = self._writer
-        if writer is None or not (self._on_disk(name) or writer.writes(name)):
+        if writer is None or not (self.on_disk(name) or writer.writes(name)):
             return False
-        if self._on_disk(name) and name not in self._pins:
+        if self.on_disk(name) and name not in self._pins:
             return True
         kept = writer.pin([name], owed=True)
         if name not in self._pins:
@@ -345,7 +345,7 @@ class TieredStore:
 
     def _mark(self, entry: Entry) -> None:
         """A pinned item stays in host memory as long as nothing below has it."""
-        self._host.pin(entry, entry.name in self._pins and not self._on_disk(entry.name))
+        self._host.pin(entry, entry.name in self._pins and not self.on_disk(entry.name))
 
     def _change_pins(self, names: Sequence[Name], pinned: bool) -> None:
         with self._lock:
@@ -354,6 +354,6 @@ class TieredStore:
                 if (entry := self._host.entries.get(name)) is not None:
                     self._mark(entry)
             if self._writer is not None and pinned:
-                self._writer.pin([name for name in names if self._on_disk(name)])
+                self._writer.pin([name for name in names if self.on_disk(name)])
             elif self._writer is not None:
                 self._writer.unpin(names)

@@ -1,12 +1,15 @@
 """Sessions over the tiers as they are: host memory, the segment log, its threads and its files."""
 
-from collections.abc import Iterator
+import errno
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from expertmesh.actors.state.disk.files import Buffer, Files
 from tests.support.session_engine import SessionEngine
 from tests.support.state_model import small_model
 
@@ -87,3 +90,61 @@ def test_a_folder_that_is_gone_is_no_disk(tmp_path: Path, caplog: pytest.LogCapt
         with pytest.raises(AssertionError, match="no state on disk"):
             server.ask("suspend", "s")
     assert "state is not kept on disk" in caplog.text
+
+
+def test_what_was_removed_is_written_again_or_told(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    with replica(folder) as server:
+        server.turn("1", FIRST, 10, "s")
+        server.ask("suspend", "s")
+        shutil.rmtree(folder)
+        view = server.ask("suspend", "s") and server.ask("show", "s").view
+        assert view is not None and view.status == "suspended" and view.missing == 0
+        assert view.resident["disk"] >= view.resident["hot"] > 0
+        shutil.rmtree(folder)
+    with replica(folder) as server:
+        assert server.ask("list").views == []
+    shutil.rmtree(folder)
+    with replica(folder) as server:
+        server.turn("1", FIRST, 10, "s")
+        server.ask("suspend", "s")
+        shutil.rmtree(folder)
+        server.ask("suspend", "s")
+    with replica(folder) as server:
+        report = server.ask("resume", "s").resumed
+        assert report is not None and report.restored_tokens == 309
+
+
+def test_a_damaged_state_is_called_that(tmp_path: Path) -> None:
+    with replica(tmp_path) as server:
+        server.turn("1", FIRST, 10, "s")
+        server.ask("suspend", "s")
+    (segment,) = tmp_path.glob("*/*.seg")
+    data = bytearray(segment.read_bytes())
+    data[1000] ^= 1
+    segment.write_bytes(data)
+    with replica(tmp_path) as server:
+        for _ in range(2):
+            report = server.ask("resume", "s").resumed
+            assert report is not None and report.restored_tokens == 0
+            assert "(corrupt)" in report.reason
+
+
+def test_a_failing_disk_leaves_sessions_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(self: Files, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    with replica(tmp_path) as server:
+        monkeypatch.setattr(Files, "write", write)
+        for name in ("1", "2", "3", "4", "5"):
+            answer, _ = server.turn(name, FIRST, 10, name)
+        assert "not saved" not in caplog.text and "in memory only" in caplog.text
+        server.engine.cache.evict(pages=40)
+        assert server.turn("6", second(answer), 20, "5")[1] == 309
+        with pytest.raises(AssertionError, match="not suspended"):
+            server.ask("suspend", "5")
+        view = server.ask("show", "5").view
+        assert view is not None and view.status == "active" and "disk" not in view.resident
+    assert "closed without a sync" in caplog.text

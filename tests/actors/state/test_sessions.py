@@ -142,8 +142,9 @@ def test_suspended_means_on_disk_and_synced(disk: FakeDisk) -> None:
     (view,) = again.ask("list")
     assert view.status == "suspended" and (view.tokens, view.position) == (150, 149)
     assert view.seed == 3 and view.created == view.used == 1000.0
-    shown = again.ask("show", "s")
+    shown, before = again.ask("show", "s"), replica.ask("show", "s").resident
     assert shown.missing == 0 and set(shown.resident) == {"disk"}
+    assert before == {"host": shown.resident["disk"], "disk": shown.resident["disk"]}
     resumed = again.ask("resume", "s")
     assert (resumed.restored_tokens, resumed.recomputed_tokens) == (149, 0)
     assert resumed.tier == "disk" and resumed.bytes > 0 and resumed.verify_ms == 250.0
@@ -255,8 +256,9 @@ def test_a_disk_that_does_not_take_it_is_told(disk: FakeDisk, reason: str) -> No
     answer = replica.ask("suspend", "s")
     assert answer.problem == (reason if reason != "io" else "failed")
     assert "not suspended" in answer.message
+    assert replica.ask("show", "s").status == "active"
     disk.broken, disk.room = "", 0
-    assert replica.ask("suspend", "s").problem in ("full", "lost")
+    assert replica.ask("suspend", "s").problem == "full"
 
 
 def test_resume_says_when_it_restored_nothing(disk: FakeDisk) -> None:
@@ -385,15 +387,20 @@ def test_a_tenant_has_so_many_and_no_more() -> None:
     assert not replica.sessions.full("a/", "u")
 
 
-def test_a_disk_without_room_keeps_the_session_as_it_was(disk: FakeDisk) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["disk", "host"])
+def test_what_the_disk_does_not_take_stays_in_memory_if_that_does(
+    disk: FakeDisk, full: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     replica = Replica(disk)
     replica.turn("s")
-    disk.room = 0
+    disk.room, replica.store.full = 0, full
     tokens = [*CONVERSATION, 1, 1]
     tip = Tip.of(root_key(FINGERPRINT, "a/"), tokens, 151, [50])
     items = [item(name, 151, ()) for name in tip.names]
-    assert not replica.sessions.save("a/", "s", "exact", tokens, None, tip, items)
-    assert replica.claim("s", [*tokens, 1]).position == 149
+    assert replica.sessions.save("a/", "s", "exact", tokens, None, tip, items) is not full
+    assert replica.claim("s", [*tokens, 1]).position == (149 if full else 151)
+    told = "not saved: host memory has no room" if full else "is in memory only: there is no room"
+    assert told in caplog.text
 
 
 def test_verbs_wait_for_the_store_without_waiting(disk: FakeDisk) -> None:
