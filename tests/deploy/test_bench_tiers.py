@@ -20,8 +20,14 @@ from expertmesh.deploy.eval.cases import Maker
 from expertmesh.deploy.eval.driver import EngineEnded
 from expertmesh.deploy.eval.filler import Prose
 from expertmesh.deploy.eval.subject import Subject
+from tests.support.wordy import write_wordy
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wordy(tmp_path_factory.mktemp("wordy"))
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +36,17 @@ def subject(checkpoint: Path) -> Subject:
 
 
 @pytest.fixture(scope="module")
-def measured(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(
+    checkpoint: Path, subject: Subject, tmp_path_factory: pytest.TempPathFactory
+) -> Measured:
     """Every part, each as small as can be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers_memory, "MODES", ("exact",))
+        memory = tiers_memory.memory(checkpoint, [832])  # in a process of its own
     work = Work(prefixes=2, context=128, requests=3, answer=2, clients=(2,))
     folder, maker = tmp_path_factory.mktemp("tiers"), Maker(subject.tokenizer, Prose())
     return Measured(
-        memory=[measure(subject, mode, 832, 64, 4) for mode in ("exact", "offload")],
+        memory=[*memory, measure(subject, "offload", 832, 64, 4)],
         load=loads(subject, work, folder / "load"),
         hits=hits(subject, [192], 1, folder / "hits"),
         recall=recall(subject, maker, [512], 1, settings=[(64, 4, "raw")], tasks=["single"]),
@@ -83,17 +94,10 @@ def test_old_pages_leave_the_device_and_are_accounted_for_on_the_host(
     subject: Subject, measured: Measured
 ) -> None:
     exact, far = measured.memory
+    assert (exact.mode, exact.tokens) == ("exact", far.tokens)
     assert exact.share == 1 and exact.host == exact.index == exact.scratch == 0
     assert far.full == exact.full == 14 * subject.page_bytes
     assert far.near + far.host >= far.full and far.share < 0.5 and far.scratch > 0
-
-
-def test_memory_is_measured_in_a_process_of_its_own(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiers_memory, "MODES", ("exact",))
-    (one,) = tiers_memory.memory(checkpoint, [64])
-    assert (one.mode, one.tokens, one.share) == ("exact", 64, 1.0) and one.full > 0
 
 
 def test_recall_is_given_with_its_control(measured: Measured) -> None:

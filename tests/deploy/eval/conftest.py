@@ -5,15 +5,20 @@ import pytest
 from expertmesh.deploy.eval.cases import Maker
 from expertmesh.deploy.eval.filler import Prose
 from expertmesh.deploy.eval.subject import Subject
+from tests.support.wordy import write_wordy
 
 
 @pytest.fixture(scope="session")
-def subject(checkpoint: Path) -> Subject:
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wordy(tmp_path_factory.mktemp("wordy"))
+
+
+@pytest.fixture(scope="session")
+def subject(wordy: Path) -> Subject:
     """A tiny model of random weights: it knows nothing, but all of its engine is there."""
-    return Subject(checkpoint, 2048)
+    return Subject(wordy, 2048)
 
 
 @pytest.fixture(scope="session")
 def maker(subject: Subject) -> Maker:
-    """In the tiny model's tokens, which are bytes."""
     return Maker(subject.tokenizer, Prose())

@@ -4,29 +4,17 @@ import random
 import re
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
-from expertmesh.actors.model.config import load_config
-from expertmesh.actors.model.tokenizer import Tokenizer
 from expertmesh.deploy.eval import needles
 from expertmesh.deploy.eval.cases import Case, Maker, Probe
 from expertmesh.deploy.eval.filler import Noise, Prose, Text
 from expertmesh.deploy.eval.tasks import TASKS, make
 from expertmesh.deploy.training import wordlists as words
 
-NANO = Path(__file__).resolve().parents[3] / "deploy" / "models" / "nano"
 LENGTH = 1024
 NEEDLES = ("single", "multikey", "multiquery", "multivalue", "distractors")
-
-
-@pytest.fixture(scope="module")
-def maker() -> Maker:
-    """In the bundled model's tokens."""
-    tokenizer = Tokenizer.load(NANO, load_config(NANO))
-    assert tokenizer is not None
-    return Maker(tokenizer, Prose())
 
 
 def answers(maker: Maker, probe: Probe) -> list[str]:

@@ -79,7 +79,7 @@ def test_the_bundled_model_finds_a_fact_and_the_command_writes_what_it_has_measu
 
 
 def test_text_is_filled_with_what_is_wished_for(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    wordy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     makers: list[Maker] = []
 
@@ -88,7 +88,7 @@ def test_text_is_filled_with_what_is_wished_for(
         return []
 
     monkeypatch.setattr(report, "evaluate", nothing)
-    assert run("--model", str(checkpoint), "--filler", "noise", "--json").exit_code == 0
+    assert run("--model", str(wordy), "--filler", "noise", "--json").exit_code == 0
     assert isinstance(makers[0].filler, Noise)
 
 
@@ -106,7 +106,7 @@ def test_what_is_printed_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plots_of_many_cells(tmp_path: Path) -> None:
     cells: list[Cell] = []
-    for task in "abcdef":
+    for task in "abcdef":  # more than stand in a row
         for length in (512, 4096):
             full = answered([True, False], depth=0.1) + answered([True], depth=0.9)
             none, every = answered([False] * 3), answered([True] * 3)
