@@ -333,5 +333,7 @@ def test_every_route_is_known() -> None:
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",
         "/tokenize", "/detokenize", "/health", "/ready", "/load", "/version", "/metrics",
         "/mesh", "/mesh/scale", "/mesh/rebalance", "/mesh/routing", "/mesh/routing/record",
-        "/dashboard", "/dashboard/data",
+        "/dashboard", "/dashboard/data", "/v1/sessions", "/v1/sessions/{session_id}",
+        "/v1/sessions/{session_id}/suspend", "/v1/sessions/{session_id}/resume",
+        "/v1/sessions/{session_id}/fork",
     }  # fmt: skip
