@@ -43,10 +43,12 @@ def measured(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiers_memory, "MODES", ("exact",))
         memory = tiers_memory.memory(checkpoint, [832])  # in a process of its own
+        patch.setattr(tiers_memory, "ANSWER_TOKENS", 8)
+        memory.append(measure(subject, "offload", 832, 64, 4))
     work = Work(prefixes=2, context=128, requests=3, answer=2, clients=(2,))
     folder, maker = tmp_path_factory.mktemp("tiers"), Maker(subject.tokenizer, Prose())
     return Measured(
-        memory=[*memory, measure(subject, "offload", 832, 64, 4)],
+        memory=memory,
         load=loads(subject, work, folder / "load"),
         hits=hits(subject, [192], 1, folder / "hits"),
         recall=recall(subject, maker, [512], 1, settings=[(64, 4, "raw")], tasks=["single"]),
