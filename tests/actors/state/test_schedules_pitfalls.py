@@ -118,9 +118,9 @@ def replayed_right_after_a_load() -> None:
 
 
 def evicted_while_waiting() -> None:
-    one = session(slots=1)
+    one = session(slots=2, pages=8)
     one.ask("first", ids(18, 300), 1)
-    one.submit("holder", ids(19, 10), 5)
+    one.submit("holder", ids(19, 250), 5)  # all pages but those of "first"
     one.step()
     one.submit("waits", ids(18, 300), 2)
     one.step(2)
