@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 # After the file system was full, below the cap, and one eviction did not help: nothing is tried
 # for so long. Whoever else fills the disk then costs us a segment per pause and not all at once.
 FULL_PAUSE_S = 30.0
+# From here on a session's position is the time of its change, in nanoseconds since 1970.
+CLOCK_NS = 10**18
 NOWHERE = Place(0, 0, 0)
 
 
@@ -136,12 +138,18 @@ class DiskLog:
         return self.has(name) and not (pinned and self.pin([name]))
 
     def _entry(self, header: Header, raw_bytes: int, pinned: bool) -> Entry:
-        """Of a new item, without its place. It keeps the pin of what it replaces, and is newer."""
+        """Of a new item, without its place. It keeps the pin of what it replaces, and is newer.
+
+        A session that says when it was changed is as new as that, however late it is written: a
+        change that another replica made later, such as its end, must not be undone by it.
+        """
         name, stamp = header.name, time.time_ns()
         found, waiting = self._library.find(name), self._writer.pending.get(name)
         for before in (found.entry if found else None, waiting):
             if before is not None:
                 stamp, pinned = max(stamp, before.stamp + 1), pinned or before.pinned
+        if header.kind is Kind.SESSION and header.position >= CLOCK_NS:
+            stamp = header.position
         return Entry(Op.PUT, name, NOWHERE, raw_bytes, header.position, stamp, pinned)
 
     def _write(

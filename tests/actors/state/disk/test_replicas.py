@@ -312,3 +312,19 @@ def test_what_another_has_only_begun_to_store_is_made_to_last_before_we_rely_on_
     for seed in range(20):
         disk = node.disk.after_power_failure(random.Random(seed))
         assert open_log(SimulatedFiles(disk)).read(name(1)) is not None
+
+
+def test_a_change_that_is_written_late_does_not_undo_a_newer_one() -> None:
+    """Sessions say when they were changed; the order in which replicas write them is chance."""
+    node = Node()
+    one, two = node.start(), node.start()
+    changed = 1_900_000_000 * 10**9
+    for log, version in ((one, changed + 2), (two, changed + 1)):
+        log.append(header(1, Kind.SESSION, version), "raw", 5, [b"bytes"])
+        log.sync()
+    session = header(1, Kind.SESSION).name
+    for log in (one, two):
+        log.refresh()
+        record = log.read(session)
+        assert record is not None and record.header.position == changed + 2
+        assert log.positions(Kind.SESSION) == {session: changed + 2}
