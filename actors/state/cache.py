@@ -131,6 +131,7 @@ class StateCache:
         """The state that it was to go on from is gone: its prompt is as any other, and so are its
         names."""
         prefix = seq.prefix
+        self._count.lost_tips += 1
         self.lookup.stop(seq)
         prefix.tip, prefix.switches = None, (seq.prompt_len,)
         prefix.keys, prefix.looked = [], False

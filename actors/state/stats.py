@@ -45,6 +45,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     queries, hits: tokens of prompts looked up, and of those not computed again; hits by the tier
     that they came from. ceiling: share of prompt tokens that a cache without limits would have
     known. recomputed_state: tokens whose latents were known and whose recurrent state was not.
+    lost_tips: requests whose session's state was gone when they were to begin from it, or again.
     """
 
     queries: int = 0
@@ -52,6 +53,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     hits_by_tier: dict[str, int] = msgspec.field(default_factory=dict)
     ceiling: float = 0.0
     recomputed_state: int = 0
+    lost_tips: int = 0
     nodes: int = 0
     cached_pages: int = 0
     snapshots: int = 0

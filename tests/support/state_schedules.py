@@ -24,7 +24,7 @@ from tests.support.engines import Answer, check_books, collect, request
 from tests.support.runner import Runner
 from tests.support.state_below import STALL_S, Below, wait_for
 from tests.support.state_model import VOCAB, cached
-from tests.support.state_oracle import Oracle, Piece, tap
+from tests.support.state_oracle import Oracle, Piece, Row, tap
 
 LENGTHS = (1, 2, 17, 63, 64, 65, 66, 100, 127, 128, 129, 150, 191, 192, 193, 256, 257, 300)
 LONG = (384, 450, 513)  # more pages than the smallest pools have, for old pages off the device
@@ -135,6 +135,7 @@ class World:
         self.sizes = [Sizes.draw(rng) for _ in range(2)]
         self.wake = [threading.Event() for _ in range(2)]
         self.engines = [self._start(which) for which in range(2)]
+        self.tips_lost_before = self.tips_lost_by_replaced = 0
         self.taps = [tap(engine) for engine in self.engines]
         self.asked: dict[str, Asked] = {}
         self.past: list[tuple[str, list[int], list[int]]] = []  # tenant, prompt, answer
@@ -161,6 +162,7 @@ class World:
         self.asked = {}
         for each in self.taps:
             each.seen.clear()
+        self.tips_lost_before = self._tips_lost()
         for _ in range(rng.randint(2, 4)):
             self._submit(self._request())
             for _ in range(rng.randint(0, 3)):
@@ -306,6 +308,7 @@ class World:
         if any(self.asked[name].engine == which for name in self._open()):
             return
         self.below.lose(which)
+        self.tips_lost_by_replaced += self.engines[which].cache.stats().lost_tips
         self.engines[which] = self._start(which)
         before = self.taps[which].seen
         self.taps[which] = tap(self.engines[which])
@@ -357,6 +360,8 @@ class World:
             if all(row == expected[at] and row.best == answer[at] for at, row in rows.items()):
                 break
         else:
+            path = self._after_loss(paths, answer, rows)
+        if not path:
             how = each.request.session or each.request.kv_mode
             raise Mismatch(
                 f"{name} ({how}): {each.cached} of {len(prompt)} prompt tokens were cached: logits "
@@ -371,6 +376,25 @@ class World:
         elif not each.request.kv_mode:
             self.past.append((each.request.tenant, prompt, answer))
             del self.past[:-16]
+
+    def _tips_lost(self) -> int:
+        return self.tips_lost_by_replaced + sum(e.cache.stats().lost_tips for e in self.engines)
+
+    def _after_loss(
+        self, paths: list[tuple[Piece, ...]], answer: list[int], rows: dict[int, Row]
+    ) -> tuple[Piece, ...]:
+        """The path of a session that was preempted and then could not begin from its state again:
+        from there on its prompt is as any other. () where that explains nothing."""
+        if self._tips_lost() == self.tips_lost_before:
+            return ()
+        plain = (Piece("prompt", tuple(t for piece in paths[0] for t in piece.tokens)),)
+        later = self.oracle.expect(plain, answer)
+        for path in paths:
+            first = self.oracle.expect(path, answer)
+            turn = next((at for at in rows if rows[at] != first[at]), 0)
+            if all(row == (first if at < turn else later)[at] for at, row in rows.items()):
+                return plain
+        return ()
 
     def _paths(self, each: Asked) -> list[tuple[Piece, ...]]:
         """How the prompt may have been computed, by what was cached of it: all at once, or from
