@@ -46,10 +46,18 @@ def chain(
 ) -> list[bytes]:
     """Keys of all whole pages of `tokens`, in order. known: those that were made before."""
     keys = list(known)
-    for end in range((len(keys) + 1) * PAGE_TOKENS, len(tokens) + 1, PAGE_TOKENS):
-        parent = keys[-1] if keys else root
-        keys.append(extend(parent, tokens[end - PAGE_TOKENS : end], end, switches))
+    grow(keys, root, tokens, len(tokens) // PAGE_TOKENS, switches)
     return keys
+
+
+def grow(
+    keys: list[bytes], root: bytes, tokens: Sequence[int], pages: int, switches: Sequence[int]
+) -> None:
+    """Appends to the chain's keys until there are those of `pages` pages."""
+    while len(keys) < pages:
+        begin = len(keys) * PAGE_TOKENS
+        end = begin + PAGE_TOKENS
+        keys.append(extend(keys[-1] if keys else root, tokens[begin:end], end, switches))
 
 
 def named_key(root: bytes, kind: bytes, name: str) -> bytes:

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.item import Header, Kind, Lineage, Name
-from expertmesh.actors.state.keys import chain
+from expertmesh.actors.state.keys import grow
 from expertmesh.actors.state.offload.context import OffloadedContext
 from expertmesh.actors.state.store import Fetch, Loaded
 from expertmesh.actors.state.tip import Tip
@@ -83,9 +83,7 @@ class Prefix:
 
     def key(self, page: int, tokens: list[int]) -> bytes:
         """Of whole page `page` of these tokens."""
-        if page >= len(self.keys):
-            self.keys = chain(self.root, tokens[: (page + 1) * PAGE_TOKENS],
-                              self.switches, self.keys)  # fmt: skip
+        grow(self.keys, self.root, tokens, page + 1, self.switches)
         return self.keys[page]
 
     def all_keys(self, tokens: list[int]) -> list[bytes]:
