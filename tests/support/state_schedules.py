@@ -104,6 +104,12 @@ class Asked:
     aborted: bool = False
     stood: list[tuple[Piece, ...]] = field(default_factory=list)
 
+    @property
+    def within_answer(self) -> bool:
+        """Whether it began behind its prompt, in what it resumes: all of the prompt counts as
+        cached then, wherever that ends."""
+        return bool(self.known) and self.cached == len(self.request.prompt_ids)
+
 
 @dataclass
 class Counts:
@@ -401,7 +407,7 @@ class World:
         where its session stood after one of its turns. On the grid that state may be behind what
         was cached: others have gone on from there with the same tokens."""
         prompt, paths = each.request.prompt_ids, list[tuple[Piece, ...]]()
-        on_grid = each.cached % PAGE_TOKENS == 0
+        on_grid = each.cached % PAGE_TOKENS == 0 or each.within_answer
         for stood in each.stood:
             at = sum(len(piece.tokens) for piece in stood)
             if at == each.cached or (on_grid and at < each.cached):
@@ -413,7 +419,8 @@ class World:
         return paths
 
     def _check_cached(self, name: str, each: Asked) -> None:
-        """What is reported as cached is whole pages that this tenant has used before."""
+        """What is reported as cached is whole pages that this tenant has used before, or the whole
+        prompt of an answer that goes on."""
         ids = each.request.prompt_ids
         most = 0
         for owner, other in self.seen[each.request.tenant]:
@@ -422,7 +429,8 @@ class World:
         del self.seen[each.request.tenant][:-400]
         to_run = 0 if each.known else 1  # the row that its first token is drawn from
         bound = min(most, len(ids) - to_run) // PAGE_TOKENS * PAGE_TOKENS
-        if each.cached % PAGE_TOKENS or each.cached > bound:
+        whole = each.within_answer and most == len(ids)
+        if not whole and (each.cached % PAGE_TOKENS or each.cached > bound):
             raise Mismatch(f"{name}: {each.cached} of {len(ids)} tokens cached, at most {bound}")
         self.counts.cached_tokens += each.cached
         self.counts.prompt_tokens += len(ids)
