@@ -268,6 +268,11 @@ STATE_CHECKPOINTS = Metric(
     "state_checkpoints", "counter", "States of running answers that were saved.", _ENGINE
 )
 STATE_SESSIONS = Metric("state_sessions", "gauge", "Sessions that the engine knows.", _ENGINE)
+STATE_SESSIONS_LOST = Metric(
+    "state_sessions_lost", "counter",
+    "Requests that computed their session again: its state was gone when they were to begin.",
+    _ENGINE,
+)  # fmt: skip
 KV_PAGES_READ = Metric(
     "kv_pages_read", "counter",
     "Old pages, over steps and layers, that requests of kv_mode select read: exact, or taken as an "

@@ -196,6 +196,17 @@ STATE = Group(
             "computed instead. See the failures by reason.",
             holds="10m",
         ),
+        # Without a disk a session lasts for as long as memory has room: that is no alarm.
+        Alert(
+            "ExpertMeshSessionsLost",
+            f"{window('1h').increase(m.STATE_SESSIONS_LOST)} > 0 "
+            f"and on ({', '.join((*SERVER, *m.STATE_SESSIONS_LOST.labels))}) "
+            f"{Q.select(m.TIER_CAPACITY_BYTES, tier='=disk')}",
+            "warning",
+            "Sessions of {{ $labels.engine }} have lost their state although there is a disk",
+            "{{ $value | humanize }} requests computed their session again within an hour. See "
+            "whether the disk takes state, and the failures by reason.",
+        ),
     ),
 )
 

@@ -187,9 +187,11 @@ CACHED = Row(
         ),
         Panel(
             "Sessions and checkpoints",
-            "Sessions that engines know, and states of running answers saved per second.",
+            "Sessions that engines know, requests whose session's state was gone, and states of "
+            "running answers saved per second.",
             (
                 Target(total(Q.now(m.STATE_SESSIONS)), "sessions"),
+                Target(total(Q.rate(m.STATE_SESSIONS_LOST)), "lost/s"),
                 Target(total(Q.rate(m.STATE_CHECKPOINTS)), "checkpoints/s"),
             ),
         ),

@@ -183,6 +183,18 @@ CASES: dict[str, list[Case]] = {
         Case([gauge("state_loads_failed_total", 0, engine="0"),
               gauge("state_loads_total", 0, engine="0")]),  # no traffic
     ],
+    "ExpertMeshSessionsLost": [
+        Case(
+            [gauge("state_sessions_lost_total", "0x30 2x300", engine="0"),
+             gauge("state_tier_capacity_bytes", 1e9, engine="0", tier="disk", kind="all")],
+            [ME | {"engine": "0"}],
+        ),
+        Case([gauge("state_sessions_lost_total", 2, engine="0"),
+              gauge("state_tier_capacity_bytes", 1e9, engine="0", tier="disk", kind="all")]),
+        Case([counter("state_sessions_lost_total", 1, engine="0"),  # no disk, no promise
+              gauge("state_tier_capacity_bytes", 1e9, engine="0", tier="host", kind="all"),
+              gauge("state_tier_capacity_bytes", 1e9, engine="1", tier="disk", kind="all")]),
+    ],
     "ExpertMeshUnserviceable": [
         Case([gauge("mesh_state", 1, state="unserviceable"), gauge("mesh_state", 0, state="ready")],
              [ME | {"state": "unserviceable"}]),
