@@ -7,6 +7,7 @@ planes are as good as noise unless the values were widened from a shorter format
 
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,24 +25,28 @@ WORTH = 0.97
 # save, and is slower both ways. Runs of equal bytes are still found.
 _SEARCH: dict[str, Any] = {"strategy": zstandard.STRATEGY_FAST, "target_length": 0, "min_match": 7,
                            "hash_log": 6, "window_log": 17}  # fmt: skip
-_PIECE = 1 << 15
+# Words that pass through all steps of unpacking before the next: they stay in the cache.
+_PIECE = 1 << 16
 _SAMPLE = 4096
 _NOISE = _SAMPLE**2 * 2**-7.6  # entropy (of order two) of bytes that are not even tried
 _UNPACKED = 0xFFFFFFFF
 _PLANES = {1: (1,), 2: (1, 1), 4: (1, 1, 2)}  # bytes per word -> per plane
 
 
-class _Zstd(threading.local):
-    """One context per thread: they are neither cheap nor shareable."""
+class _Own(threading.local):
+    """One context per thread, neither cheap nor shareable, and memory that is never given back to
+    the system: its first touch costs more than what is done with it (kv-state 2.3)."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters(write_checksum=False, **_SEARCH)
         )
         self.decompressor = zstandard.ZstdDecompressor()
+        self.words = np.empty(_PIECE, np.uint32)
+        self.halves = np.empty((2, _PIECE), np.uint16)
 
 
-_zstd = _Zstd()
+_own = _Own()
 
 
 def encode(words: Words, *, signed: bool = True) -> bytes:
@@ -60,23 +65,57 @@ def encode(words: Words, *, signed: bool = True) -> bytes:
 
 def decode(blob: Buffer, out: Words, *, signed: bool = True) -> None:
     """Writes the words of `encode` into `out`, contiguous [n]. Raises BadPayload."""
-    widths = _PLANES[out.itemsize]
-    try:
-        if struct.unpack_from("<I", blob)[0] == _UNPACKED:
-            raw = np.frombuffer(blob, np.uint8, offset=4)
-            if raw.size != out.nbytes:  # one byte would be written everywhere
-                raise ValueError(f"{raw.size} bytes unpacked")
-            out.view(np.uint8)[:] = raw
-            return
-        lengths = struct.unpack_from(f"<{len(widths)}I", blob)
-        at, planes = 4 * len(widths), []
-        for length, width in zip(lengths, widths, strict=True):
-            plane = _decompress(blob[at : at + length], out.size * width)
-            planes.append(plane.view(f"u{width}"))
-            at += length
-    except (ValueError, struct.error, zstandard.ZstdError) as error:
-        raise BadPayload(f"blob of {len(blob)} bytes does not hold {out.size} words") from error
-    _join(planes, out, signed)
+    decode_rows([blob], out[None], [0], signed=signed)
+
+
+def decode_rows(
+    blobs: Sequence[Buffer], out: Words, rows: Sequence[int], *, signed: bool = True
+) -> None:
+    """Writes the words of blobs[i] into out[rows[i]]; out: contiguous [any, n].
+
+    Small blobs are unpacked together: what a step costs besides its words is paid once for many.
+    Raises BadPayload when one of them is no blob of n words; others may be written then.
+    """
+    together = max(1, _PIECE // max(1, out.shape[1]))
+    for begin in range(0, len(rows), together):
+        end = begin + together
+        try:
+            _decode_rows(blobs[begin:end], out, rows[begin:end], signed)
+        except (ValueError, MemoryError, struct.error, zstandard.ZstdError) as error:
+            raise BadPayload(f"a blob does not hold {out.shape[1]} words") from error
+
+
+def _decode_rows(blobs: Sequence[Buffer], out: Words, rows: Sequence[int], signed: bool) -> None:
+    count, widths = out.shape[1], _PLANES[out.itemsize]
+    packed, found = [], []
+    for blob, row in zip(blobs, rows, strict=True):
+        if struct.unpack_from("<I", blob)[0] != _UNPACKED:
+            packed.append(_decompressed(blob, count, widths))
+            found.append(row)
+        elif len(blob) == 4 + out.itemsize * count:  # else one byte would be written everywhere
+            out[row].view(np.uint8)[:] = np.frombuffer(blob, np.uint8, offset=4)
+        else:
+            raise ValueError(f"{len(blob)} bytes unpacked")
+    if len(packed) == 1:
+        _join(packed[0], out[found[0]], signed)
+    elif packed:
+        joined = _own.words.view(out.dtype)[: len(found) * count]
+        _join([b"".join(of) for of in zip(*packed, strict=True)], joined, signed)
+        out[found] = joined.reshape(len(found), count)
+
+
+def _decompressed(blob: Buffer, count: int, widths: tuple[int, ...]) -> list[Buffer]:
+    """The planes of `count` words each."""
+    planes, at = [], 4 * len(widths)
+    for length, width in zip(struct.unpack_from(f"<{len(widths)}I", blob), widths, strict=True):
+        plane = blob[at : at + length]
+        if length != count * width:
+            plane = _own.decompressor.decompress(plane, max_output_size=count * width)
+        if len(plane) != count * width:
+            raise ValueError(f"a plane of {len(plane)} bytes instead of {count * width}")
+        planes.append(plane)
+        at += length
+    return planes
 
 
 def _split(words: Words, signed: bool) -> list[Words]:
@@ -93,41 +132,45 @@ def _split(words: Words, signed: bool) -> list[Words]:
     return [(words >> 7).astype(np.uint8), mantissa.astype(np.uint8)]
 
 
-def _join(planes: list[Words], out: Words, signed: bool) -> None:
-    """In pieces that stay in the cache from one pass to the next."""
-    low = 8 * (out.itemsize - 2)  # bits below the first two planes
-    for begin in range(0, out.size, _PIECE):
-        piece = out[begin : begin + _PIECE]
-        upper, *rest = (plane[begin : begin + _PIECE] for plane in planes)
-        if not rest:
-            piece[:] = upper
-            continue
-        if signed:  # sign and mantissa, spread over the word: ssss ssss smmm mmmm
-            np.copyto(piece.view(f"i{out.itemsize}"), rest[0].view(np.int8))
-            np.bitwise_and(piece, 0x807F, out=piece)
+def _join(planes: Sequence[Buffer | bytes], out: Words, signed: bool) -> None:
+    widths = _PLANES[out.itemsize]
+    words = [np.frombuffer(plane, f"u{w}") for plane, w in zip(planes, widths, strict=True)]
+    step = -(-out.size // max(1, -(-out.size // _PIECE)))
+    for begin in range(0, out.size, step):
+        piece = out[begin : begin + step]
+        upper, *lower = (plane[begin : begin + step] for plane in words)
+        if not lower:
+            np.copyto(piece, upper)
+        elif piece.itemsize == 2:
+            _join_bytes(upper, lower[0], piece, signed)
         else:
-            np.copyto(piece, rest[0])
-        piece |= np.left_shift(upper, 7 if signed else 8, dtype=out.dtype)
-        if low:
-            np.left_shift(piece, low, out=piece)
-            np.bitwise_or(piece, rest[1], out=piece)
+            half = _own.halves[1, : piece.size]
+            _join_bytes(upper, lower[0], half, signed)
+            np.copyto(piece, half)
+            np.left_shift(piece, 16, out=piece)
+            np.bitwise_or(piece, lower[1], out=piece)
+
+
+def _join_bytes(upper: Words, lower: Words, out: Words, signed: bool) -> None:
+    """Bytes [n] to words of two bytes [n], in steps that the machine does on many words at once:
+    without changes of width within one, and multiplying instead of shifting."""
+    shifted = _own.halves[0, : out.size]
+    np.copyto(shifted, upper)
+    np.multiply(shifted, 1 << 7 if signed else 1 << 8, out=shifted)
+    if signed:  # sign and mantissa, spread over the word: ssss ssss smmm mmmm
+        np.copyto(out.view(np.int16), lower.view(np.int8))
+        np.bitwise_and(out, 0x807F, out=out)
+    else:
+        np.copyto(out, lower)
+    np.bitwise_or(out, shifted, out=out)
 
 
 def _compress(plane: Words) -> bytes | Buffer:
     raw = plane.view(np.uint8)
     if _noisy(raw):
         return raw.data
-    packed = _zstd.compressor.compress(raw.data)
+    packed = _own.compressor.compress(raw.data)
     return packed if len(packed) < raw.size * WORTH else raw.data
-
-
-def _decompress(packed: Buffer, count: int) -> Bytes:
-    if len(packed) == count:
-        return np.frombuffer(packed, np.uint8)
-    plane = np.frombuffer(_zstd.decompressor.decompress(packed, max_output_size=count), np.uint8)
-    if plane.size != count:
-        raise ValueError(f"a plane of {plane.size} bytes instead of {count}")
-    return plane
 
 
 def _noisy(raw: Bytes) -> bool:
