@@ -167,11 +167,16 @@ class FakeDisk:
         return done
 
     def read(self, name: Name) -> Record | None:
-        self.started.append(name)
+        found = self.read_all([name])[0]
+        return None if isinstance(found, str) else found
+
+    def read_all(self, names: Sequence[Name]) -> list[Record | str]:
+        self.started += names
         assert self.reading.wait(PATIENCE_S)
         self._touch_device()
-        self.reads.append(name)
-        return None if name in self.damaged else self.records.get(name)
+        self.reads += names
+        there = self.records.keys() - self.damaged
+        return [self.records[name] if name in there else "missing" for name in names]
 
     def why(self, name: Name) -> str:
         return "missing"

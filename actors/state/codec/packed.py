@@ -6,12 +6,13 @@ exact codec needs beyond its base is thus a suffix.
 """
 
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
@@ -87,14 +88,35 @@ def part_of(shape: tuple[int, ...], dtype: torch.dtype, scheme: Scheme) -> Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """data: the whole item. table: where in it the blobs' places stand. refined: whether lossy
-    parts have their refinements."""
+class Head:
+    """The beginning of an item, the same for all that are alike. table: where in the item the
+    blobs' places stand. refined: whether lossy parts have their refinements. exact: whether the
+    item gives back the bytes that were packed. raw_bytes: of those."""
 
     parts: tuple[Part, ...]
-    data: bytearray | Buffer
     table: int
     refined: bool
+    lossy: bool
+    exact: bool
+    raw_bytes: int
+    pieces: int
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, parts: tuple[Part, ...], table: int, refined: bool) -> "Head":
+        lossy = any(part.lossy for part in parts)
+        raw_bytes = sum(part.layers * part.layer_bytes for part in parts)
+        pieces = (1 + refined) * sum(part.layers for part in parts)
+        shapes = tuple((part.shape, part.dtype) for part in parts)
+        return cls(parts, table, refined, lossy, refined or not lossy, raw_bytes, pieces, shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """data: the whole item, which begins with `head`."""
+
+    head: Head
+    data: bytearray | Buffer
 
     @classmethod
     def of(
@@ -105,14 +127,13 @@ class Packed:
         for part in parts:
             head.append(_PART.pack(part.scheme, DTYPES.index(part.dtype), len(part.shape)))
             head.append(struct.pack(f"<{len(part.shape)}Q", *part.shape))
-        table = sum(map(len, head))
+        read = _read_head(b"".join(head))
         pieces = [*blobs, *refinements]
-        begin = _aligned(table + 8 * (len(pieces) + 1))
+        begin = _aligned(read.table + 8 * (len(pieces) + 1))
         places = list(accumulate(map(len, pieces), initial=begin))
         head.append(struct.pack(f"<{len(places)}Q", *places))
-        pad = bytes(begin - table - 8 * len(places))
-        data = bytearray().join([*head, pad, *pieces])
-        return cls(tuple(parts), data, table, bool(refinements))
+        pad = bytes(begin - read.table - 8 * len(places))
+        return cls(read, bytearray().join([*head, pad, *pieces]))
 
     @classmethod
     def parse(
@@ -125,10 +146,13 @@ class Packed:
         Whether the blobs themselves are right is for a checksum to say.
         """
         packed = _parse(memoryview(payload).cast("B"))
-        found = [(part.shape, part.dtype) for part in packed.parts]
-        if wanted and found != list(wanted):
-            raise BadPayload(f"payload holds {found} instead of {list(wanted)}")
+        if wanted and packed.head.shapes != tuple(wanted):
+            raise BadPayload(f"payload holds {packed.head.shapes} instead of {wanted}")
         return packed
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.head.parts
 
     @property
     def codec(self) -> Codec:
@@ -138,7 +162,7 @@ class Packed:
     @property
     def exact(self) -> bool:
         """Whether it gives back the bytes that were packed."""
-        return self.refined or not any(part.lossy for part in self.parts)
+        return self.head.exact
 
     @property
     def nbytes(self) -> int:
@@ -148,21 +172,23 @@ class Packed:
     @property
     def raw_bytes(self) -> int:
         """Bytes before packing."""
-        return sum(part.layers * part.layer_bytes for part in self.parts)
+        return self.head.raw_bytes
 
     def blob(self, part: int, layer: int) -> Buffer:
         return self._piece(self._index(part, layer))
 
     def refinement(self, part: int, layer: int) -> Buffer | None:
         """Empty for layers whose blob says all; None where it was left behind."""
-        return self._piece(self._count + self._index(part, layer)) if self.refined else None
+        if not self.head.refined:
+            return None
+        return self._piece(self._count + self._index(part, layer))
 
     def base(self) -> "Packed":
         """What is left without refinements: an estimate where the codec is lossy, else itself.
 
         Its memory is its own: what it was taken from can be freed.
         """
-        if not any(part.lossy for part in self.parts):
+        if not self.head.lossy:
             return self
         return Packed.of(self.parts, [self._piece(at) for at in range(self._count)], ())
 
@@ -180,37 +206,46 @@ class Packed:
         return sum(before.layers for before in self.parts[:part]) + layer
 
     def _piece(self, index: int) -> Buffer:
-        begin, end = _PLACE.unpack_from(self.data, self.table + 8 * index)
+        begin, end = _PLACE.unpack_from(self.data, self.head.table + 8 * index)
         return memoryview(self.data)[begin:end]
 
 
 def _parse(view: Buffer) -> Packed:
     try:
-        magic, version, count, sections = _HEAD.unpack_from(view)
-        if (magic, version) != (_MAGIC, _VERSION) or sections not in (1, 2):
-            raise BadPayload(f"payload starts with {bytes(view[:8])!r}")
-        table, parts = _HEAD.size, []
-        for _ in range(count):
-            part, table = _read_part(view, table)
-            parts.append(part)
-        pieces = sections * sum(part.layers for part in parts)
-        if pieces > len(view):
-            raise BadPayload(f"{pieces} blobs in {len(view)} bytes")
-        places = struct.unpack_from(f"<{pieces + 1}Q", view, table)
+        table = _HEAD.size
+        for _ in range(_HEAD.unpack_from(view)[2]):
+            table += _PART.size + 8 * _PART.unpack_from(view, table)[2]
+        head = _read_head(bytes(view[:table]))
+        if head.pieces > len(view):
+            raise BadPayload(f"{head.pieces} blobs in {len(view)} bytes")
+        places = struct.unpack_from(f"<{head.pieces + 1}Q", view, table)
     except struct.error as error:
         raise BadPayload(f"payload of {len(view)} bytes is cut short") from error
     if places[-1] != len(view) or places[0] != _aligned(table + 8 * len(places)):
         raise BadPayload(f"blobs at {places[0]} to {places[-1]} of {len(view)} bytes")
-    if any(begin > end for begin, end in pairwise(places)):
+    if any(map(operator.gt, places, places[1:])):
         raise BadPayload("a blob ends before it begins")
-    return Packed(tuple(parts), view, table, sections == 2)
+    return Packed(head, view)
 
 
-def _read_part(view: Buffer, at: int) -> tuple[Part, int]:
-    scheme, dtype, axes = _PART.unpack_from(view, at)
-    if not 1 <= axes <= _MOST_AXES or dtype >= len(DTYPES) or scheme > max(Scheme):
+@lru_cache(maxsize=256)
+def _read_head(head: bytes) -> Head:
+    """Remembered: there are many items and few beginnings."""
+    magic, version, count, sections = _HEAD.unpack_from(head)
+    if (magic, version) != (_MAGIC, _VERSION) or sections not in (1, 2):
+        raise BadPayload(f"payload starts with {head[:8]!r}")
+    at, parts = _HEAD.size, []
+    for _ in range(count):
+        part, at = _read_part(head, at)
+        parts.append(part)
+    return Head.of(tuple(parts), at, sections == 2)
+
+
+def _read_part(head: bytes, at: int) -> tuple[Part, int]:
+    scheme, dtype, axes = _PART.unpack_from(head, at)
+    if not 1 <= axes <= _MOST_AXES or dtype >= len(DTYPES) or scheme > Scheme.INT4:
         raise BadPayload(f"part with scheme {scheme}, dtype {dtype}, {axes} axes")
-    shape = struct.unpack_from(f"<{axes}Q", view, at + _PART.size)
+    shape = struct.unpack_from(f"<{axes}Q", head, at + _PART.size)
     return part_of(shape, DTYPES[dtype], Scheme(scheme)), at + _PART.size + 8 * axes
 
 

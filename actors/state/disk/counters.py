@@ -30,9 +30,9 @@ class Counters:
         with self._lock:
             self._failures[reason] += times
 
-    def read(self, nbytes: int, read_s: float, verify_s: float) -> None:
+    def read(self, records: int, nbytes: int, read_s: float, verify_s: float) -> None:
         with self._lock:
-            self._reads += 1
+            self._reads += records
             self._read_bytes += nbytes
             self._read_s += read_s
             self._verify_s += verify_s

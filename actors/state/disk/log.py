@@ -307,6 +307,12 @@ class DiskLog:
         self._check_open()
         return self._reader.read(name, allocate)
 
+    def read_all(self, names: Sequence[Name]) -> list[Record | str]:
+        """Of each a verified item, or the label of why there is none. Those that were appended one
+        after the other are read together. Raises DiskFailed when closed."""
+        self._check_open()
+        return self._reader.read_all(names)
+
     def why(self, name: Name) -> str:
         """Why a read gave nothing: "corrupt" or "sealed" where that was found, else "missing"."""
         return self._reader.spoiled.get(name, "missing")

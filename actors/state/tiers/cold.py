@@ -2,11 +2,13 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from expertmesh.actors.state.codec.packed import BadPayload, Packed
 from expertmesh.actors.state.disk.errors import DiskFailed
 from expertmesh.actors.state.disk.log import DiskLog
+from expertmesh.actors.state.disk.record import Record
 from expertmesh.actors.state.item import Header, Kind, Name, StateLayout
 from expertmesh.actors.state.stats import TierStats
 from expertmesh.actors.state.tiers.bandwidth import Bandwidth
@@ -19,22 +21,22 @@ ILL = frozenset({"timeout", "io", "error"})
 
 
 class DiskRead(NamedTuple):
-    """content: exact, as the disk has it. kept: what of it stays in host memory. seconds: of all,
-    and of a hash over the bytes, which is made twice: for the disk's and for the memory's sake."""
+    """content: exact, as the disk has it. kept: what of it stays in host memory. verify_seconds: of
+    hashing."""
 
     header: Header
     content: Stored
     kept: Stored
-    seconds: float
     verify_seconds: float
 
 
 class ColdTier:
-    """What can be had from the disk. `read` blocks and needs no lock; the rest only looks at memory
-    and is called with the store's lock held."""
+    """What can be had from the disk. `read_all` blocks and needs no lock; the rest only looks at
+    memory and is called with the store's lock held."""
 
     def __init__(self, log: DiskLog, layout: StateLayout, clock: Clock) -> None:
         self.log, self._layout = log, layout
+        self._parts = {kind: layout.parts(kind) for kind in Kind}
         self.breaker = Breaker(clock)
         self.negative = NegativeCache(clock)
         self.speed = Bandwidth(5e8, 1e-3)
@@ -74,29 +76,34 @@ class ColdTier:
                 self.negative.next_generation()
             self.breaker.succeeded()
 
-    def read(self, name: Name) -> DiskRead | str:
-        """A verified item, or why there is none: missing, corrupt, sealed, io, closed. Any
+    def read_all(self, names: Sequence[Name]) -> list[DiskRead | str]:
+        """Verified items, or why there is none: missing, corrupt, sealed, io, closed. Any
         thread."""
         start = time.perf_counter()
         try:
-            record = self.log.read(name)
+            records = self.log.read_all(names)
         except DiskFailed as error:
-            return error.reason
-        if record is None:
-            return self.log.why(name)
+            return [error.reason] * len(names)
+        outcomes = [self._open(name, record) for name, record in zip(names, records, strict=True)]
+        seconds = (time.perf_counter() - start) / len(names)
+        for outcome in outcomes:
+            if isinstance(outcome, DiskRead):
+                self.speed.measured(outcome.content.nbytes, seconds)
+        return outcomes
+
+    def _open(self, name: Name, record: Record | str) -> DiskRead | str:
+        if isinstance(record, str):
+            return record
         header = record.header
-        if header.name != name or header.layout != self._layout.fingerprint:
+        if (header.key, header.kind) != name or header.layout != self._layout.fingerprint:
             return "corrupt"
         try:
-            packed = Packed.parse(record.payload, self._layout.parts(name.kind))
+            packed = Packed.parse(record.payload, self._parts[name.kind])
         except BadPayload:
             return "corrupt"
-        hashing = time.perf_counter()
-        whole = Stored(packed)
-        verify_seconds = 2 * (time.perf_counter() - hashing)
-        base = packed.base()
+        whole, base = Stored(packed, record.body, record.digest), packed.base()
         kept = whole if base is packed else Stored(base)
-        return DiskRead(header, whole, kept, time.perf_counter() - start, verify_seconds)
+        return DiskRead(header, whole, kept, record.verify_seconds)
 
 
 def add_failures(stats: TierStats, more: Counter[str]) -> None:

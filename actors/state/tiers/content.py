@@ -7,7 +7,7 @@ import xxhash
 from torch import Tensor
 
 from expertmesh.actors.state.codec.pack import pack, unpack_layer
-from expertmesh.actors.state.codec.packed import Packed
+from expertmesh.actors.state.codec.packed import Buffer, Packed
 from expertmesh.actors.state.item import Item
 from expertmesh.actors.state.settings import Codec
 
@@ -56,14 +56,16 @@ class Unpacked:
 class Stored:
     """A packed item with its hash: memory that something else has written into is a miss, too."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: Packed, body: Buffer | None = None, known: bytes = b"") -> None:
+        """body, known: what `packed` lies in, and xxh3-128 of that if it was hashed already."""
         self.packed = packed
-        self.nbytes, self.raw_bytes = packed.nbytes, packed.raw_bytes
+        self._body = memoryview(packed.data) if body is None else body
+        self.nbytes, self.raw_bytes = len(self._body), packed.raw_bytes
         self.exact = packed.exact
-        self._digest = digest(packed)
+        self._digest = known or xxhash.xxh3_128_digest(self._body)
 
     def verified(self, timeout_s: float) -> bool:
-        return digest(self.packed) == self._digest
+        return xxhash.xxh3_128_digest(self._body) == self._digest
 
     def layer(self, part: int, index: int, out: Tensor) -> None:
         unpack_layer(self.packed, part, index, out)
@@ -84,11 +86,3 @@ def arrived(item: Item, timeout_s: float) -> bool:
             return False
         time.sleep(0.0002)
     return True
-
-
-def digest(packed: Packed) -> bytes:
-    """xxh3-128 of all blobs in order."""
-    state = xxhash.xxh3_128()
-    for blob in packed.buffers():
-        state.update(blob)
-    return state.digest()

@@ -1,6 +1,6 @@
 """One item in host memory, and what is known of its use."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from expertmesh.actors.state.item import Header, Kind, Name
@@ -32,16 +32,13 @@ class Entry:
     below: Name | None = None
     last: int = 0
     uses: int = 0
+    name: Name = field(init=False)
+    parent: Name | None = field(init=False)  # the page without which this item is of no use
 
-    @property
-    def name(self) -> Name:
-        return self.header.name
-
-    @property
-    def parent(self) -> Name | None:
-        """The page without which this item is of no use."""
-        if self.header.kind is Kind.PAGE:
-            return Name(self.header.parent, Kind.PAGE)
-        if self.header.kind is Kind.SNAPSHOT:
-            return Name(self.header.key, Kind.PAGE)
-        return None
+    def __post_init__(self) -> None:
+        header = self.header
+        self.name, self.parent = header.name, None
+        if header.kind is Kind.PAGE:
+            self.parent = Name(header.parent, Kind.PAGE)
+        elif header.kind is Kind.SNAPSHOT:
+            self.parent = Name(header.key, Kind.PAGE)

@@ -45,13 +45,13 @@ class LoadedItem:
 @dataclass(slots=True, eq=False)
 class Loading:
     """One item on its way, for all fetches that want it: `waiters` are they, with the item's place
-    in each. entry: where host memory has it."""
+    in each. nbytes: about so many. entry: where host memory has it."""
 
     name: Name
     waiters: list[tuple["StoreFetch", int]]
+    nbytes: int
     entry: Entry | None = None
     started: bool = False
-    late: bool = False  # a fetch has given it up while it was being read
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0  # the longest that a reader sleeps without looking
 STAGING_BYTES = 64 << 20  # bytes that reads from the disk may take where the host tier is smaller
-_BATCH, _BATCH_BYTES = 32, 8 << 20  # host items verified between two looks at whose turn it is
+# Items read between two looks at whose turn it is, and bytes after which it is looked again.
+_MOST, _ENOUGH = 64, 2 << 20
 
 
 Place = HostTier | ColdTier
@@ -157,41 +158,54 @@ class Loads:
 
     def read_host(self) -> bool:
         """One step of the host reader: verifies some items. False: it is to end."""
-        batch = self._next_host()
-        if batch is None:
+        loads = self._next("host")
+        if loads is None:
             return False
-        for load in batch:
-            entry = load.entry
-            assert entry is not None
-            content, start = entry.content, time.perf_counter()
-            try:
-                fine = content.verified(max(0.0, self._patience(load)))
-            except Exception:
-                log.exception("state: %s cannot be verified", load.name)
-                fine = False
-            self._host_read(load, entry, content, fine, time.perf_counter() - start)
+        checked = [(load, *self._check(load)) for load in loads]
+        with self._lock:
+            for load, content, fine, seconds in checked:
+                self._host_read(load, content, fine, seconds)
         self.announce()
         return True
 
     def read_disk(self) -> bool:
         """One step of a disk reader. False: it is to end."""
-        cold = self._cold
-        assert cold is not None
-        with self._lock:
-            if self._closing:
-                return False
-            load = self._turns["disk"].take()
-            if load is None:
-                self._work.wait(_IDLE_S)
-                return True
+        assert self._cold is not None
+        loads = self._next("disk")
+        if loads is None:
+            return False
+        outcomes: Sequence[DiskRead | str] = ["error"] * len(loads)
         try:
-            outcome = cold.read(load.name)
-        except BaseException:
-            self._disk_read(load, "error")
-            raise
-        self._disk_read(load, outcome)
+            if loads:
+                outcomes = self._cold.read_all([load.name for load in loads])
+        finally:
+            with self._lock:
+                for load, outcome in zip(loads, outcomes, strict=True):
+                    self._disk_read(load, outcome)
+                self._room()
         self.announce()
         return True
+
+    def _next(self, tier: str) -> list[Loading] | None:
+        """What to read; nothing after a while in which there was nothing. None: no more ever."""
+        with self._lock:
+            if self._closing:
+                return None
+            loads = self._turns[tier].take(_MOST, _ENOUGH)
+            if not loads:
+                self._work.wait(_IDLE_S)
+            return loads
+
+    def _check(self, load: Loading) -> tuple[Content, bool, float]:
+        """What host memory has, whether that is intact, and seconds spent on it."""
+        assert load.entry is not None
+        content, start = load.entry.content, time.perf_counter()
+        try:
+            fine = content.verified(0.0 if content.packed else max(0.0, self._patience(load)))
+        except Exception:
+            log.exception("state: %s cannot be verified", load.name)
+            fine = False
+        return content, fine, time.perf_counter() - start
 
     def _queued_bytes(self) -> int:
         return sum(self._layout.nbytes(name.kind) for name in self._disk_loads)
@@ -203,14 +217,15 @@ class Loads:
             entry = self._host.entries.get(name)
             if entry is not None and self.serves(entry, fetch.exact):
                 self._hold(fetch, entry)
-                host_loads.append(Loading(name, [(fetch, at)], entry))
+                host_loads.append(Loading(name, [(fetch, at)], entry.nbytes, entry))
                 fetch.loading.append(host_loads[-1])
                 continue
             load = self._disk_loads.get(name)
             if load is None:
                 if self._cold is None or not self._cold.has(name):
                     return "missing" if self._cold is None else self._cold.log.why(name)
-                load = self._disk_loads[name] = Loading(name, [])
+                load = Loading(name, [], self._layout.nbytes(name.kind))
+                self._disk_loads[name] = load
             load.waiters.append((fetch, at))
             disk_loads.append(load)
             fetch.loading.append(load)  # at once: what ends early must let go of it, too
@@ -232,60 +247,40 @@ class Loads:
             return "busy"
         return ""
 
-    def _next_host(self) -> list[Loading] | None:
-        with self._lock:
-            if self._closing:
-                return None
-            batch: list[Loading] = []
-            size = 0
-            while len(batch) < _BATCH and size < _BATCH_BYTES:
-                load = self._turns["host"].take()
-                if load is None:
-                    break
-                batch.append(load)
-                size += load.entry.nbytes if load.entry is not None else 0
-            if not batch:
-                self._work.wait(_IDLE_S)
-            return batch
-
-    def _host_read(
-        self, load: Loading, entry: Entry, content: Content, fine: bool, seconds: float
-    ) -> None:
-        with self._lock:
-            self._host.note_read(entry, seconds)
-            self.host_speed.measured(entry.nbytes, seconds)
-            if fine:
-                item = LoadedItem(entry.header, content, "host", self.unpack_speed)
-                self._deliver(load, item, entry, seconds)
-            elif content.packed is None:
-                self._fail(load, "timeout")  # the device has not written it; the packer will see
-            else:
-                self._host.remove(entry)
-                self._fail(load, "corrupt")
+    def _host_read(self, load: Loading, content: Content, fine: bool, seconds: float) -> None:
+        entry = load.entry
+        assert entry is not None
+        self._host.note_read(entry, seconds)
+        self.host_speed.measured(entry.nbytes, seconds)
+        if fine:
+            item = LoadedItem(entry.header, content, "host", self.unpack_speed)
+            self._deliver(load, item, entry, seconds)
+        elif content.packed is None:
+            self._fail(load, "timeout")  # the device has not written it; the packer will see
+        else:
+            self._host.remove(entry)
+            self._fail(load, "corrupt")
 
     def _disk_read(self, load: Loading, outcome: DiskRead | str) -> None:
         """Delivers, and keeps what was read in host memory for the next one who wants it."""
-        with self._lock:
-            if self._disk_loads.get(load.name) is load:
-                del self._disk_loads[load.name]
-            if isinstance(outcome, str) or self._cold is None:
-                self._fail(load, str(outcome))
-                return
-            self._cold.speed.measured(outcome.content.nbytes, outcome.seconds)
-            header = outcome.header
-            entry = self._host.entries.get(load.name)
-            if entry is not None and entry.header.position < header.position:
-                self._host.remove(entry)  # a manifest that another replica has replaced
-                entry = None
-            if entry is None and outcome.kept.nbytes <= self._host.capacity:
-                entry = self._host.add(header, outcome.kept)
-                self._host.commit(entry, outcome.kept)
-            for fetch, _ in load.waiters:
-                if entry is not None:
-                    self._hold(fetch, entry)
-            item = LoadedItem(header, outcome.content, "disk", self.unpack_speed)
-            self._deliver(load, item, entry, outcome.verify_seconds)
-            self._room()
+        if self._disk_loads.get(load.name) is load:
+            del self._disk_loads[load.name]
+        if isinstance(outcome, str):
+            self._fail(load, outcome)
+            return
+        header = outcome.header
+        entry = self._host.entries.get(load.name)
+        if entry is not None and entry.header.position < header.position:
+            self._host.remove(entry)  # a manifest that another replica has replaced
+            entry = None
+        if entry is None and outcome.kept.nbytes <= self._host.capacity:
+            entry = self._host.add(header, outcome.kept)
+            self._host.commit(entry, outcome.kept)
+        for fetch, _ in load.waiters:
+            if entry is not None:
+                self._hold(fetch, entry)
+        item = LoadedItem(header, outcome.content, "disk", self.unpack_speed)
+        self._deliver(load, item, entry, outcome.verify_seconds)
 
     def _deliver(
         self, load: Loading, item: LoadedItem, entry: Entry | None, verify_seconds: float

@@ -1,4 +1,4 @@
-"""Whose load is next: one of each fetch in turn, so that none waits for all of another's."""
+"""Whose loads are next: some of each fetch in turn, so that none waits for all of another's."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,20 +20,24 @@ class Turns:
         if loads:
             self._lines.append((fetch, deque(loads)))
 
-    def take(self) -> Loading | None:
-        """The next load that nobody has started and somebody wants, now started; None: none."""
+    def take(self, most: int = 1, enough: int = 0) -> list[Loading]:
+        """The next loads of whoever's turn it is that nobody has started and somebody wants, now
+        started: at most so many, and no more than it takes to have `enough` bytes. Empty: there are
+        none."""
         while self._lines:
             fetch, line = self._lines.popleft()
-            while line and (line[0].started or not line[0].waiters):
-                line.popleft()
-            if not line:
-                continue
-            load = line.popleft()
-            load.started = True
+            taken, nbytes = list[Loading](), 0
+            while line and len(taken) < most and (not taken or nbytes < enough):
+                load = line.popleft()
+                if load.waiters and not load.started:
+                    load.started = True
+                    taken.append(load)
+                    nbytes += load.nbytes
             if line:
                 self._lines.append((fetch, line))
-            return load
-        return None
+            if taken:
+                return taken
+        return []
 
     def __len__(self) -> int:
         return sum(len(line) for _, line in self._lines)

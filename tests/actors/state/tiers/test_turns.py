@@ -10,11 +10,12 @@ def fetch() -> StoreFetch:
 
 
 def loads(owner: StoreFetch, count: int) -> list[Loading]:
-    return [Loading(Name(bytes([at]) * 32, Kind.PAGE), [(owner, at)]) for at in range(count)]
+    return [Loading(Name(bytes([at]) * 32, Kind.PAGE), [(owner, at)], 10) for at in range(count)]
 
 
 def taken(turns: Turns) -> list[Loading]:
-    return list(iter(turns.take, None))
+    """One at a time."""
+    return [load for [load] in iter(turns.take, [])]
 
 
 def test_a_short_fetch_does_not_wait_for_a_long_one() -> None:
@@ -45,4 +46,17 @@ def test_what_nobody_wants_any_more_is_skipped() -> None:
     items[2].waiters.clear()
     assert taken(turns) == [items[1]]
     turns.add(one, [])
-    assert turns.take() is None
+    assert turns.take() == []
+
+
+def test_a_turn_is_some_loads_of_one_fetch() -> None:
+    turns, long, short = Turns(), fetch(), fetch()
+    many, few = loads(long, 10), loads(short, 2)
+    turns.add(long, many)
+    turns.add(short, few)
+    assert turns.take(4, enough=1000) == many[:4]
+    assert turns.take(4, enough=1000) == few
+    assert turns.take(4, enough=11) == many[4:6]  # 20 bytes are enough
+    assert turns.take(4, enough=5) == many[6:7]
+    assert turns.take(4, enough=1000) == many[7:]
+    assert turns.take(4, enough=1000) == []
