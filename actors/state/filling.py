@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expertmesh.actors.state.item import Header, Item
 from expertmesh.actors.state.model_state import ModelState
-from expertmesh.actors.state.store import Loaded
+from expertmesh.actors.state.store import Loaded, fill_layer
 
 # A copy within one machine that takes longer does not come any more.
 FILL_S = 60.0
@@ -86,6 +86,7 @@ class LayerFill:
     def _copy(self) -> None:
         state, config = self._state, self._state.config
         paged = state.paged()
+        pages, contents = [page for page, _ in self._pages], [item for _, item in self._pages]
         for layer in range(config.num_layers):
             if config.is_kda(layer):
                 at = config.kda_index(layer)
@@ -94,8 +95,7 @@ class LayerFill:
                     self._snapshot.layer(1, at, state.conv[at, self._slot])
             else:
                 at = config.mla_index(layer)
-                for page, content in self._pages:
-                    content.layer(0, at, paged[at, page])
+                fill_layer(contents, 0, at, paged[at], pages)
             if self._begin is not None:
                 self._cuda[layer] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._cuda[layer].record()

@@ -5,7 +5,8 @@ Everything that fails is a miss: the engine recomputes, and the store counts why
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from itertools import groupby
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -41,6 +42,32 @@ class Loaded(Protocol):
         """Writes layer `index` of part `part` into `out`, on any device. Cannot fail: it was
         verified before. Any thread; calls for different layers may run at the same time."""
         ...
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """Of a class of loaded items that can be had together for less than one by one."""
+
+    @staticmethod
+    def layers(
+        items: Sequence[Any], part: int, index: int, out: Tensor, rows: Sequence[int]
+    ) -> None:
+        """As `layer` of items[i], which are of this class, into out[rows[i]]."""
+        ...
+
+
+def fill_layer(
+    items: Sequence[Loaded], part: int, index: int, out: Tensor, rows: Sequence[int]
+) -> None:
+    """Layer `index` of part `part` of items[i], of whatever class, into out[rows[i]], all rows
+    different; out [any, *shape of the layer], on any device."""
+    for _, group in groupby(zip(items, rows, strict=True), lambda pair: type(pair[0])):
+        alike, places = zip(*group, strict=True)
+        if isinstance(alike[0], Batched):
+            alike[0].layers(alike, part, index, out, places)
+        else:
+            for item, row in zip(alike, places, strict=True):
+                item.layer(part, index, out[row])
 
 
 class Fetch(Protocol):

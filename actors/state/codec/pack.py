@@ -1,7 +1,8 @@
 """Packing of items and unpacking of their layers (kv-state 3.5)."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from expertmesh.actors.state.codec.packed import (
     Packed,
     Part,
     Scheme,
+    blobs,
     part_of,
 )
 from expertmesh.actors.state.item import Item, Kind
@@ -30,6 +32,7 @@ _SCHEMES: dict[Codec, Scheme] = {
     "int8": Scheme.INT8,
     "int4": Scheme.INT4,
 }
+_STAGED = 1 << 22  # bytes on their way to a device
 _WORDS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 
@@ -59,28 +62,54 @@ def pack(item: Item, codec: Codec) -> Packed:
         parts.append(part)
         layers += packed
     refined = any(part.lossy for part in parts)
-    blobs = [layer.blob for layer in layers]
-    return Packed.of(parts, blobs, [layer.refinement for layer in layers] if refined else ())
+    refinements = [layer.refinement for layer in layers] if refined else ()
+    return Packed.of(parts, [layer.blob for layer in layers], refinements)
 
 
 def unpack_layer(packed: Packed, part: int, layer: int, out: Tensor) -> None:
-    """Writes one layer into `out`, of the layer's shape and dtype, on any device, also strided.
+    """Writes one layer into `out`, of the layer's shape and dtype: see `unpack_layers`."""
+    unpack_layers([packed], part, layer, out[None], [0])
 
-    Exact when `packed.exact`, else the estimate. Any thread. Raises ValueError for another shape
-    or dtype, BadPayload for a blob that was not made by `pack`.
+
+def unpack_layers(
+    items: Sequence[Packed], part: int, layer: int, out: Tensor, rows: Sequence[int]
+) -> None:
+    """Writes one layer of items[i] into out[rows[i]], all rows different; out [any, *shape of the
+    layer], on any device, also strided. A call for many costs little for each.
+
+    Exact where the item is, else the estimate. Any thread. Raises ValueError for another shape or
+    dtype, BadPayload for a blob that was not made by `pack`; some rows may be written then.
     """
-    what = packed.parts[part]
-    if out.shape != what.layer_shape or out.dtype != what.dtype:
-        raise ValueError(f"{what.layer_shape} {what.dtype} into {tuple(out.shape)} {out.dtype}")
-    blob, refinement = packed.blob(part, layer), packed.refinement(part, layer)
-    if what.lossy and refinement is None:
-        out.copy_(quantized.decode(open_rows(what, blob), out.device))
-    elif out.is_cpu and out.is_contiguous():
-        _unpack(what, blob, refinement, out)
-    else:
-        host = torch.empty(out.shape, dtype=out.dtype)
-        _unpack(what, blob, refinement, host)
-        out.copy_(host)
+    for head, group in groupby(zip(items, rows, strict=True), lambda pair: pair[0].head):
+        what = head.parts[part]
+        if out.shape[1:] != what.layer_shape or out.dtype != what.dtype:
+            shape = tuple(out.shape[1:])
+            raise ValueError(f"{what.layer_shape} {what.dtype} into {shape} {out.dtype}")
+        alike, places = zip(*group, strict=True)
+        if what.lossy and not head.refined:
+            for item, row in zip(alike, places, strict=True):
+                base = open_rows(what, item.blob(part, layer))
+                out[row].copy_(quantized.decode(base, out.device))
+        elif not (out.is_cpu and out.is_contiguous()):
+            _unpack_staged(alike, part, layer, out, places)
+        elif what.lossy:
+            for item, row in zip(alike, places, strict=True):
+                _refined(what, item.blob(part, layer), item.refinement(part, layer), out[row])
+        else:
+            _unpack(what, blobs(alike, part, layer), out, places)
+
+
+def _unpack_staged(
+    items: Sequence[Packed], part: int, layer: int, out: Tensor, rows: Sequence[int]
+) -> None:
+    """By way of host memory, in few copies."""
+    many = max(1, _STAGED // max(1, out[0].nbytes))
+    for begin in range(0, len(items), many):
+        some = items[begin : begin + many]
+        host = torch.empty((len(some), *out.shape[1:]), dtype=out.dtype)
+        unpack_layers(some, part, layer, host, range(len(some)))
+        places = torch.tensor(rows[begin : begin + many], device=out.device)
+        out.index_copy_(0, places, host.to(out.device))
 
 
 def unpack(packed: Packed) -> tuple[Tensor, ...]:
@@ -121,18 +150,23 @@ def _pack_layer(part: Part, layer: Tensor) -> Layer:
     return Layer(*quantized.encode(layer.contiguous(), _bits(part.scheme)))
 
 
-def _unpack(part: Part, blob: Buffer, refinement: Buffer | None, out: Tensor) -> None:
-    """Exact; out is contiguous on the host."""
-    if part.scheme is Scheme.RAW:
-        if len(blob) != part.layer_bytes:
+def _unpack(part: Part, found: Sequence[Buffer], out: Tensor, rows: Sequence[int]) -> None:
+    """Of schemes that are not lossy; out is contiguous on the host."""
+    words = _words(out).reshape(out.shape[0], -1)
+    if part.scheme is Scheme.LOSSLESS:
+        planes.decode_rows(found, words, rows)
+        return
+    flat = words.view(np.uint8)
+    for blob, row in zip(found, rows, strict=True):
+        if len(blob) != part.layer_bytes:  # one byte would be written everywhere
             raise BadPayload(f"a raw blob of {len(blob)} bytes instead of {part.layer_bytes}")
-        _words(out).view(np.uint8)[:] = np.frombuffer(blob, np.uint8)
-    elif part.scheme is Scheme.LOSSLESS:
-        planes.decode(blob, _words(out))
-    else:
-        assert refinement is not None
-        base = quantized.decode(open_rows(part, blob), out.device)
-        quantized.refine(base, refinement, out)
+        flat[row] = np.frombuffer(blob, np.uint8)
+
+
+def _refined(part: Part, blob: Buffer, refinement: Buffer | None, out: Tensor) -> None:
+    """Of lossy schemes; out is contiguous on the host."""
+    assert refinement is not None
+    quantized.refine(quantized.decode(open_rows(part, blob), out.device), refinement, out)
 
 
 def _proof(part: Part) -> Callable[[Tensor, Layer], bool]:
@@ -142,7 +176,11 @@ def _proof(part: Part) -> Callable[[Tensor, Layer], bool]:
     again = torch.empty(part.layer_shape, dtype=part.dtype)
 
     def holds(layer: Tensor, packed: Layer) -> bool:
-        _unpack(part, memoryview(packed.blob), memoryview(packed.refinement), again)
+        blob = memoryview(packed.blob)
+        if part.lossy:
+            _refined(part, blob, memoryview(packed.refinement), again)
+        else:
+            _unpack(part, [blob], again[None], [0])
         return bool(np.array_equal(_words(layer.contiguous()), _words(again)))
 
     return holds

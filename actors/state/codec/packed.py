@@ -210,6 +210,16 @@ class Packed:
         return memoryview(self.data)[begin:end]
 
 
+def blobs(items: Sequence[Packed], part: int, layer: int) -> list[Buffer]:
+    """The `blob` of each. All items have one head: where in them its place stands is found once."""
+    head, first = items[0].head, items[0]
+    at, found = head.table + 8 * first._index(part, layer), []
+    for item in items:
+        begin, end = _PLACE.unpack_from(item.data, at)
+        found.append(memoryview(item.data)[begin:end])
+    return found
+
+
 def _parse(view: Buffer) -> Packed:
     try:
         table = _HEAD.size

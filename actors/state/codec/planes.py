@@ -104,11 +104,11 @@ def _decode_rows(blobs: Sequence[Buffer], out: Words, rows: Sequence[int], signe
         out[found] = joined.reshape(len(found), count)
 
 
-def _decompressed(blob: Buffer, count: int, widths: tuple[int, ...]) -> list[Buffer]:
+def _decompressed(blob: Buffer, count: int, widths: tuple[int, ...]) -> list[Buffer | bytes]:
     """The planes of `count` words each."""
-    planes, at = [], 4 * len(widths)
+    planes, at = list[Buffer | bytes](), 4 * len(widths)
     for length, width in zip(struct.unpack_from(f"<{len(widths)}I", blob), widths, strict=True):
-        plane = blob[at : at + length]
+        plane: Buffer | bytes = blob[at : at + length]
         if length != count * width:
             plane = _own.decompressor.decompress(plane, max_output_size=count * width)
         if len(plane) != count * width:

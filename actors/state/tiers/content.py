@@ -1,12 +1,14 @@
 """The bytes of one item in host memory: as they came from the device, or packed and hashed."""
 
 import time
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Protocol
 
 import xxhash
 from torch import Tensor
 
-from expertmesh.actors.state.codec.pack import pack, unpack_layer
+from expertmesh.actors.state.codec.pack import pack, unpack_layer, unpack_layers
 from expertmesh.actors.state.codec.packed import Buffer, Packed
 from expertmesh.actors.state.item import Item
 from expertmesh.actors.state.settings import Codec
@@ -69,6 +71,20 @@ class Stored:
 
     def layer(self, part: int, index: int, out: Tensor) -> None:
         unpack_layer(self.packed, part, index, out)
+
+
+def write_layers(
+    contents: Sequence[Content], part: int, index: int, out: Tensor, rows: Sequence[int]
+) -> None:
+    """As `layer` of contents[i] into out[rows[i]], but packed ones together."""
+    for _, group in groupby(zip(contents, rows, strict=True), lambda pair: pair[0].packed is None):
+        alike, places = zip(*group, strict=True)
+        packed = [content.packed for content in alike if content.packed is not None]
+        if packed:
+            unpack_layers(packed, part, index, out, places)
+        else:
+            for content, row in zip(alike, places, strict=True):
+                content.layer(part, index, out[row])
 
 
 def store_packed(item: Item, codec: Codec) -> tuple[Packed, Stored]:

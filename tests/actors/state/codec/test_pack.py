@@ -1,6 +1,7 @@
 """Items come back bit for bit, layer by layer, whatever is in them."""
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -127,15 +128,17 @@ def test_what_does_not_give_its_bytes_back_is_kept_raw(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A codec that errs, on this machine and these bytes, costs room and never a wrong bit."""
-    right = planes.decode
+    right = planes.decode_rows
 
-    def wrong(blob: memoryview, out: planes.Words, *, signed: bool = True) -> None:
-        right(blob, out, signed=signed)
-        out[7] ^= 1
+    def wrong(
+        blobs: Sequence[memoryview], out: planes.Words, rows: Sequence[int], *, signed: bool = True
+    ) -> None:
+        right(blobs, out, rows, signed=signed)
+        out[rows[0], 7] ^= 1
 
     latents = page(torch.bfloat16)
     with monkeypatch.context() as patch:
-        patch.setattr(planes, "decode", wrong)
+        patch.setattr(planes, "decode_rows", wrong)
         packed = [pack(item(Kind.PAGE, latents), codec) for codec in ("lossless", "int8")]
     assert [p.codec for p in packed] == ["raw", "raw"] and "kept raw" in caplog.text
     for one in packed:
