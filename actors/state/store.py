@@ -5,11 +5,11 @@ Everything that fails is a miss: the engine recomputes, and the store counts why
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from expertmesh.actors.state.alike import runs
 from expertmesh.actors.state.item import Header, Item, Kind, Name, Tier
 from expertmesh.actors.state.stats import StoreStats
 
@@ -61,10 +61,11 @@ def fill_layer(
 ) -> None:
     """Layer `index` of part `part` of items[i], of whatever class, into out[rows[i]], all rows
     different; out [any, *shape of the layer], on any device."""
-    for _, group in groupby(zip(items, rows, strict=True), lambda pair: type(pair[0])):
-        alike, places = zip(*group, strict=True)
-        if isinstance(alike[0], Batched):
-            alike[0].layers(alike, part, index, out, places)
+    for run in runs(map(type, items)):
+        alike, places = items[run], rows[run]
+        first = alike[0]
+        if isinstance(first, Batched):
+            first.layers(alike, part, index, out, places)
         else:
             for item, row in zip(alike, places, strict=True):
                 item.layer(part, index, out[row])

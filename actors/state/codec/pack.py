@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from expertmesh.actors.state.alike import runs
 from expertmesh.actors.state.codec import planes, quantized
 from expertmesh.actors.state.codec.packed import (
     DTYPES,
@@ -32,6 +33,7 @@ _SCHEMES: dict[Codec, Scheme] = {
     "int8": Scheme.INT8,
     "int4": Scheme.INT4,
 }
+_HEAD = attrgetter("head")
 _STAGED = 1 << 22  # bytes on their way to a device
 _WORDS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
@@ -68,7 +70,12 @@ def pack(item: Item, codec: Codec) -> Packed:
 
 def unpack_layer(packed: Packed, part: int, layer: int, out: Tensor) -> None:
     """Writes one layer into `out`, of the layer's shape and dtype: see `unpack_layers`."""
-    unpack_layers([packed], part, layer, out[None], [0])
+    what = packed.parts[part]
+    if what.lossy or not _plain(out):
+        unpack_layers([packed], part, layer, out[None], [0])
+    else:
+        _check(what, out.shape, out.dtype)
+        _unpack(what, [packed.blob(part, layer)], _words(out)[None], [0])
 
 
 def unpack_layers(
@@ -80,23 +87,23 @@ def unpack_layers(
     Exact where the item is, else the estimate. Any thread. Raises ValueError for another shape or
     dtype, BadPayload for a blob that was not made by `pack`; some rows may be written then.
     """
-    for head, group in groupby(zip(items, rows, strict=True), lambda pair: pair[0].head):
+    for run in runs(map(_HEAD, items)):
+        alike, places = items[run], rows[run]
+        head = alike[0].head
         what = head.parts[part]
-        if out.shape[1:] != what.layer_shape or out.dtype != what.dtype:
-            shape = tuple(out.shape[1:])
-            raise ValueError(f"{what.layer_shape} {what.dtype} into {shape} {out.dtype}")
-        alike, places = zip(*group, strict=True)
+        _check(what, out.shape[1:], out.dtype)
         if what.lossy and not head.refined:
             for item, row in zip(alike, places, strict=True):
                 base = open_rows(what, item.blob(part, layer))
                 out[row].copy_(quantized.decode(base, out.device))
-        elif not (out.is_cpu and out.is_contiguous()):
+        elif not _plain(out):
             _unpack_staged(alike, part, layer, out, places)
         elif what.lossy:
             for item, row in zip(alike, places, strict=True):
                 _refined(what, item.blob(part, layer), item.refinement(part, layer), out[row])
         else:
-            _unpack(what, blobs(alike, part, layer), out, places)
+            words = _words(out).reshape(out.shape[0], -1)
+            _unpack(what, blobs(alike, part, layer), words, places)
 
 
 def _unpack_staged(
@@ -150,13 +157,12 @@ def _pack_layer(part: Part, layer: Tensor) -> Layer:
     return Layer(*quantized.encode(layer.contiguous(), _bits(part.scheme)))
 
 
-def _unpack(part: Part, found: Sequence[Buffer], out: Tensor, rows: Sequence[int]) -> None:
-    """Of schemes that are not lossy; out is contiguous on the host."""
-    words = _words(out).reshape(out.shape[0], -1)
+def _unpack(part: Part, found: Sequence[Buffer], out: planes.Words, rows: Sequence[int]) -> None:
+    """Of schemes that are not lossy. out: [any, words of a layer]."""
     if part.scheme is Scheme.LOSSLESS:
-        planes.decode_rows(found, words, rows)
+        planes.decode_rows(found, out, rows)
         return
-    flat = words.view(np.uint8)
+    flat = out.view(np.uint8)
     for blob, row in zip(found, rows, strict=True):
         if len(blob) != part.layer_bytes:  # one byte would be written everywhere
             raise BadPayload(f"a raw blob of {len(blob)} bytes instead of {part.layer_bytes}")
@@ -180,10 +186,20 @@ def _proof(part: Part) -> Callable[[Tensor, Layer], bool]:
         if part.lossy:
             _refined(part, blob, memoryview(packed.refinement), again)
         else:
-            _unpack(part, [blob], again[None], [0])
+            _unpack(part, [blob], _words(again)[None], [0])
         return bool(np.array_equal(_words(layer.contiguous()), _words(again)))
 
     return holds
+
+
+def _check(part: Part, shape: torch.Size, dtype: torch.dtype) -> None:
+    if shape != part.layer_shape or dtype != part.dtype:
+        raise ValueError(f"{part.layer_shape} {part.dtype} into {tuple(shape)} {dtype}")
+
+
+def _plain(out: Tensor) -> bool:
+    """Whether numpy sees it as one run of numbers."""
+    return out.is_cpu and out.is_contiguous()
 
 
 def _words(x: Tensor) -> planes.Words:

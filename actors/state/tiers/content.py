@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Protocol
 
 import xxhash
 from torch import Tensor
 
+from expertmesh.actors.state.alike import runs
 from expertmesh.actors.state.codec.pack import pack, unpack_layer, unpack_layers
 from expertmesh.actors.state.codec.packed import Buffer, Packed
 from expertmesh.actors.state.item import Item
@@ -77,13 +77,13 @@ def write_layers(
     contents: Sequence[Content], part: int, index: int, out: Tensor, rows: Sequence[int]
 ) -> None:
     """As `layer` of contents[i] into out[rows[i]], but packed ones together."""
-    for _, group in groupby(zip(contents, rows, strict=True), lambda pair: pair[0].packed is None):
-        alike, places = zip(*group, strict=True)
-        packed = [content.packed for content in alike if content.packed is not None]
-        if packed:
-            unpack_layers(packed, part, index, out, places)
+    packed = [content.packed for content in contents]
+    for run in runs(one is None for one in packed):
+        together = [one for one in packed[run] if one is not None]
+        if together:
+            unpack_layers(together, part, index, out, rows[run])
         else:
-            for content, row in zip(alike, places, strict=True):
+            for content, row in zip(contents[run], rows[run], strict=True):
                 content.layer(part, index, out[row])
 
 
