@@ -278,6 +278,15 @@ KV_PAGES_READ = Metric(
     "Old pages, over steps and layers, that requests of kv_mode select read: exact, or taken as an "
     "estimate.", (*_ENGINE, "how"),
 )  # fmt: skip
+STATE_OFFLOADED_BYTES = Metric(
+    "state_offloaded_bytes", "gauge",
+    "Host memory with pages that running requests of kv_mode offload and select have off the "
+    "device; no part of the tiers.", _ENGINE,
+)  # fmt: skip
+STATE_OFFLOAD_CAPACITY = Metric(
+    "state_offload_capacity_bytes", "gauge",
+    "How much of it there may be; who finds none left waits in the queue.", _ENGINE,
+)  # fmt: skip
 STATE_THREADS_DEAD = Metric(
     "state_threads_dead", "gauge",
     "Background threads of the tiers that an error has ended. Must be 0.", _ENGINE,

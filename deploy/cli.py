@@ -351,6 +351,15 @@ def serve(
             "(from host memory, to the same bits) or select (those that matter; an estimate).",
         ),
     ] = "exact",
+    kv_offload_gb: Annotated[
+        float,
+        option(
+            min=0,
+            rich_help_panel=_STATE,
+            help="Host memory per replica, beside --host-cache-gb, for old pages of running "
+            "requests in modes offload and select; who finds none left waits.",
+        ),
+    ] = 0.25,
     kv_window: Annotated[
         int,
         option(
@@ -436,6 +445,7 @@ def serve(
         sessions_per_tenant=sessions_per_tenant,
         session_ttl_seconds=session_ttl_seconds,
         kv_mode=kv_mode,
+        kv_offload_bytes=_bytes("--kv-offload-gb", kv_offload_gb),
         kv_window=kv_window,
         kv_select_pages=kv_select_pages,
         kv_codec=kv_codec,

@@ -17,7 +17,9 @@ from expertmesh.actors.model.graphs import Choice, GraphsUnavailable, wanted
 from expertmesh.actors.model.loading import Dtype, LoadSettings, placed
 from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.tokenizer import MODEL_FILE, Tokenizer, TokenizerError
+from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
+from expertmesh.actors.state.offload.room import HostRoom
 from expertmesh.actors.state.tiers.store import TRANSIT_BYTES
 from expertmesh.cluster.placement import PlacementError, check_actors
 from expertmesh.deploy.edge_settings import TlsSettings
@@ -34,7 +36,8 @@ RAY_BYTES = 700 << 20
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes on this machine if everything runs here. experts: packed, over all slots of all actors
-    together. host_cache: pages and snapshots beside the device's."""
+    together. host_cache: pages and snapshots beside the device's. offloaded: pages that running
+    sequences have off it."""
 
     attention: int
     experts: int
@@ -42,11 +45,12 @@ class MemoryPlan:
     state: int
     processes: int
     host_cache: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
         weights = self.attention + self.experts + self.expert_cache
-        return weights + self.state + self.host_cache + self.processes
+        return weights + self.state + self.host_cache + self.offloaded + self.processes
 
 
 def check_folder(folder: Path) -> ModelConfig:
@@ -282,12 +286,17 @@ def plan_memory(
         processes=(attention_replicas + expert_actors) * PROCESS_BYTES
         + (RAY_BYTES if attention_replicas + expert_actors > 1 else 0),
         host_cache=attention_replicas * host_bytes(config, engine, dtype_bytes),
+        offloaded=attention_replicas * offloaded_bytes(config, engine, dtype_bytes),
     )
+
+
+def _dtype(nbytes: int) -> torch.dtype:
+    return torch.float32 if nbytes == 4 else torch.bfloat16
 
 
 def state_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) -> int:
     """Bytes of one replica's pages, slots and snapshots, on its device."""
-    dtype = torch.float32 if dtype_bytes == 4 else torch.bfloat16
+    dtype = _dtype(dtype_bytes)
     slots = engine.slots + engine.state.places
     return engine.pages * bytes_per_page(config, dtype) + slots * bytes_per_slot(config, dtype)
 
@@ -298,8 +307,18 @@ def host_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) ->
     state = engine.state
     if state.disk is None:
         return state.host_bytes
-    dtype = torch.float32 if dtype_bytes == 4 else torch.bfloat16
-    return max(state.host_bytes, TRANSIT_BYTES, 2 * bytes_per_slot(config, dtype))
+    slot = bytes_per_slot(config, _dtype(dtype_bytes))
+    return max(state.host_bytes, TRANSIT_BYTES, 2 * slot)
+
+
+def offloaded_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: int) -> int:
+    """Most bytes of host memory that one replica's running sequences fill with pages that are off
+    its device: requests may ask for that, whatever the mode of those that do not say."""
+    layout = StateLayout.of(config, _dtype(dtype_bytes))
+    if not layout.page[0]:
+        return 0
+    room, context = HostRoom(engine.state, layout), engine.max_context or config.max_position
+    return min(room.capacity, engine.slots * room.need("select", context))
 
 
 def available_memory() -> int:
@@ -320,15 +339,16 @@ def check_memory(plan: MemoryPlan, pages: int, available: int) -> None:
     parts = (
         f"attention weights {size_text(plan.attention)}, experts {size_text(plan.experts)}, "
         f"decoded experts {size_text(plan.expert_cache)}, state {size_text(plan.state)}, "
-        f"host cache {size_text(plan.host_cache)}, processes {size_text(plan.processes)}"
+        f"host cache {size_text(plan.host_cache)}, old pages {size_text(plan.offloaded)}, "
+        f"processes {size_text(plan.processes)}"
     )
     raise Refused(
         ExitCode.MEMORY,
         f"this start needs {size_text(plan.total)} and {size_text(available)} is available "
         f"({parts})",
         f"lower --kv-pages (now {pages} pages of {PAGE_TOKENS} tokens), --kv-snapshots, "
-        "--max-running, --expert-cache-gb, --host-cache-gb or the number of actors, or use --dtype "
-        "bfloat16",
+        "--max-running, --expert-cache-gb, --host-cache-gb, --kv-offload-gb or the number of "
+        "actors, or use --dtype bfloat16",
     )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import torch
 from rich.console import Console
 
 from expertmesh.actors.model.checkpoint import CheckpointError
@@ -79,10 +80,11 @@ def run(options: ServeOptions) -> None:
 
 def _check_state(console: Console, options: ServeOptions, config: ModelConfig) -> None:
     state = options.state()
-    check_kv_mode(config, options.engine(config))
-    if options.address is not None:
+    away = options.address is not None  # where the latents may be smaller than here
+    dtype = torch.bfloat16 if away else placed("auto", options.compute)[1]
+    check_kv_mode(config, options.engine(config), dtype)
+    if away:
         return  # folders of other machines: their actors look by themselves
-    dtype = placed("auto", options.compute)[1]
     if warning := check_state_folder(state, config, options.context(config), dtype):
         console.print(f"[yellow]warning[/]: {warning}")
 

@@ -77,7 +77,9 @@ def _cache(options: ServeOptions, config: ModelConfig) -> str:
         places.append(f"{size_text(memory)} of host memory per replica")
     if state.disk is not None:
         places.append(f"{size_text(state.disk_bytes or 0)} in {state.disk}")
-    mode = "" if state.kv_mode == "exact" else f"; old tokens: {state.kv_mode}"
+    mode = ""
+    if state.kv_mode != "exact":
+        mode = f"; old tokens: {state.kv_mode}, {size_text(state.offload_bytes)} of host memory"
     return f"{', '.join(places)}, {state.codec}{mode}"
 
 

@@ -72,6 +72,7 @@ class ServeOptions:
     sessions_per_tenant: int = 1024
     session_ttl_seconds: int = 86_400
     kv_mode: str = "exact"
+    kv_offload_bytes: int = 250_000_000
     kv_window: int = 4096
     kv_select_pages: int = 64
     kv_codec: str = "lossless"
@@ -137,6 +138,7 @@ class ServeOptions:
             sessions_per_tenant=self.sessions_per_tenant,
             session_ttl_s=self.session_ttl_seconds,
             kv_mode=cast(KvMode, self.kv_mode),
+            offload_bytes=self.kv_offload_bytes,
             window_tokens=self.kv_window,
             select_pages=self.kv_select_pages,
         )

@@ -12,7 +12,9 @@ from expertmesh.actors.attention.contexts import near_pages
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.state.disk.seal import LEAST_BYTES
+from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
+from expertmesh.actors.state.offload.room import HostRoom
 from expertmesh.actors.state.opening import SECRET
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import StateSettings
@@ -69,9 +71,9 @@ def check_state_folder(
     return ""
 
 
-def check_kv_mode(config: ModelConfig, engine: EngineSettings) -> None:
-    """Refused when the model has no old pages to read, or the device could not even hold those that
-    a long request keeps there."""
+def check_kv_mode(config: ModelConfig, engine: EngineSettings, dtype: torch.dtype) -> None:
+    """Refused when the model has no old pages to read, the device could not even hold those that a
+    long request keeps there, or neither it nor host memory the others."""
     mode, context = engine.state.kv_mode, engine.max_context or config.max_position
     if mode == "exact":
         return
@@ -84,6 +86,14 @@ def check_kv_mode(config: ModelConfig, engine: EngineSettings) -> None:
             f"--kv-mode {mode}: a request that is longer than --kv-pages {engine.pages} keeps "
             f"{near} pages on the device",
             f"raise --kv-pages, or lower --kv-window (now {engine.state.window_tokens} tokens)",
+        )
+    room = HostRoom(engine.state, StateLayout.of(config, dtype))
+    if pages_for(context) > engine.pages and not room.ever(mode, context):
+        raise Refused(
+            ExitCode.USAGE,
+            f"--kv-offload-gb {room.capacity / 1e9:g}: a request of {context} tokens alone has "
+            f"{size_text(room.need(mode, context))} of old pages",
+            "raise it, or lower --max-model-len",
         )
 
 

@@ -1,6 +1,9 @@
 """Requests whose old pages leave the device: which ones, and what is told of them."""
 
+from collections.abc import Iterable
 from math import isfinite
+
+import torch
 
 from expertmesh.actors.attention.messages import GenerateRequest, KvReport
 from expertmesh.actors.attention.sequence import Sequence
@@ -8,7 +11,9 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.attention.validation import peak_tokens
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.model import Model
+from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.offload.opening import offload_of
+from expertmesh.actors.state.offload.room import HostRoom
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.stats import CacheStats
 
@@ -22,13 +27,18 @@ def near_pages(settings: EngineSettings) -> int:
 
 
 class Contexts:
-    """near_pages: as above; 0 where the model can read no pages that are elsewhere."""
+    """near_pages: as above; 0 where the model can read no pages that are elsewhere. room: for
+    those."""
 
-    def __init__(self, model: object, settings: EngineSettings) -> None:
-        """Raises ValueError where kv_mode asks for what the model cannot do."""
+    def __init__(self, model: object, settings: EngineSettings, dtype: torch.dtype) -> None:
+        """dtype: of latents. Raises ValueError where kv_mode asks for what the model cannot do."""
         self._settings = settings
-        self._offload = offload_of(model, settings.state) if isinstance(model, Model) else None
-        self.near_pages = 0 if self._offload is None else near_pages(settings)
+        self._offload, layout, self.near_pages = None, None, 0
+        if isinstance(model, Model):
+            self._offload = offload_of(model, settings.state)
+        if self._offload is not None and isinstance(model, Model):
+            layout, self.near_pages = StateLayout.of(model.config, dtype), near_pages(settings)
+        self.room = HostRoom(settings.state, layout)
         if self._offload is None and settings.state.kv_mode != "exact":
             raise ValueError(f"kv_mode {settings.state.kv_mode}: the model has no MLA layers")
 
@@ -37,8 +47,10 @@ class Contexts:
         computed, for keys: what was selected is kept apart from what is exact (kv-state 3.5)."""
         state = self._settings.state
         mode = request.kv_mode or state.kv_mode
-        peak = pages_for(peak_tokens(seq.prompt_len, seq.params.max_tokens))
-        if self._offload is None or mode == "exact" or peak <= self.near_pages:
+        peak = peak_tokens(seq.prompt_len, seq.params.max_tokens)
+        if self._offload is None or mode == "exact" or pages_for(peak) <= self.near_pages:
+            return "exact"
+        if not self.room.ever(mode, peak):  # then the device has room: check_request has seen to it
             return "exact"
         if mode == "offload":
             seq.context = self._offload.context("offload")
@@ -68,7 +80,11 @@ class Contexts:
             bound_kind="certificate" if proven else "estimate",
         )
 
-    def count(self, stats: CacheStats) -> None:
+    def count(self, stats: CacheStats, running: Iterable[Sequence]) -> None:
+        """From any thread."""
+        contexts = [seq.context for seq in running]
+        stats.offloaded_bytes = sum(one.host_bytes for one in contexts if one is not None)
+        stats.offload_capacity_bytes = self.room.capacity
         if self._offload is not None:
             stats.selected_pages = self._offload.total.read_pages
             stats.skipped_pages = self._offload.total.estimated_pages

@@ -108,9 +108,9 @@ class Engine:
             assert isinstance(state, ModelState)
             self.cache = StateCache(state, settings.state, fingerprint, store, settings.step_tokens)
         self.pages, self.slots = self.cache.pages, Pool("slot", state.slots, compact=True)
-        self._contexts = Contexts(model, settings)
-        near_pages = self._contexts.near_pages
-        self.scheduler = Scheduler(settings, self.cache, self.slots, near_pages)
+        self._contexts = Contexts(model, settings, state.latents.dtype)
+        near_pages, room = self._contexts.near_pages, self._contexts.room
+        self.scheduler = Scheduler(settings, self.cache, self.slots, near_pages, room)
         self.sampler = Sampler(model.kernels, state.latents.device)
         self._masks = MaskMaker(model.config.vocab_size, state.latents.device)
         self._grammars = grammars
@@ -123,6 +123,7 @@ class Engine:
             eos_ids=self._eos_ids,
             kv_mode=settings.state.kv_mode,
             near_pages=near_pages,
+            room=room,
         )
         self.inbox = Inbox(grammars, arrived or threading.Event())
         self.sessions: SessionDesk | NoSessions = NoSessions()
@@ -180,7 +181,7 @@ class Engine:
         stats.pages_free, stats.slots_free = self.pages.free, self.slots.free
         stats.preemptions = self.scheduler.preemptions
         stats.cache = self.cache.stats()
-        self._contexts.count(stats.cache)
+        self._contexts.count(stats.cache, list(self.scheduler.running))
         stats.cache.sessions = self.sessions.count
         stats.failed = self.failed
         return stats

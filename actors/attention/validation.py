@@ -10,6 +10,7 @@ from typing import get_args
 
 from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused, SamplingParams
 from expertmesh.actors.model.batch import PAGE_TOKENS
+from expertmesh.actors.state.offload.room import HostRoom
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import KvMode
 
@@ -20,7 +21,8 @@ MAX_PRIORITY = 1_000_000
 class Limits:
     """vocab_size: ids are 0..vocab_size-1. max_context: tokens. pages: of the whole pool.
     eos_ids: the model's own end ids. kv_mode: of requests that name none. near_pages: most pages of
-    a sequence whose old ones leave the device; 0 where they cannot."""
+    a sequence whose old ones leave the device; 0 where they cannot. room: for these; None where
+    there is enough for any."""
 
     vocab_size: int
     max_context: int
@@ -29,6 +31,11 @@ class Limits:
     eos_ids: frozenset[int] = frozenset()
     kv_mode: KvMode = "exact"
     near_pages: int = 0
+    room: HostRoom | None = None
+
+    def far(self, mode: str, tokens: int) -> bool:
+        """Whether a sequence of so many tokens can have its old pages off the device."""
+        return self.room is None or self.room.ever(mode, tokens)
 
 
 def end_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
@@ -108,11 +115,17 @@ def _check_size(request: GenerateRequest, limits: Limits) -> None:
             f"{limits.max_context}",
             "prompt" if prompt >= limits.max_context else "max_tokens",
         )
-    need, hint = pages_for(peak_tokens(prompt, new)), ""
-    if (request.kv_mode or limits.kv_mode) != "exact":
+    peak, mode = peak_tokens(prompt, new), request.kv_mode or limits.kv_mode
+    need, hint = pages_for(peak), ""
+    if mode != "exact" and limits.far(mode, peak):
         need = min(need, limits.near_pages)
+    elif mode != "exact" and limits.room is not None:
+        hint = (
+            f"; off the device they need {limits.room.need(mode, peak)} bytes of host memory, "
+            f"which has {limits.room.capacity} for that"
+        )
     elif 0 < limits.near_pages <= limits.pages and not request.session:
-        hint = "; kv_mode offload or select would serve it"
+        hint = "; kv_mode offload or select would serve it" if limits.far("select", peak) else ""
     if need > limits.pages:
         raise RequestRefused(
             f"{prompt} prompt tokens and max_tokens {new} need {need} pages of {PAGE_TOKENS} "

@@ -81,6 +81,12 @@ class StateSettings(BaseModel):
     window_tokens: int = Field(
         4096, ge=64, multiple_of=64, description="Last tokens that stay on the device."
     )
+    offload_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="Host memory, beside host_bytes, for pages that running sequences have off the "
+        "device. Who finds none left waits; who could never have enough stays on the device.",
+    )
     select_mass: float = Field(
         0.98,
         gt=0,

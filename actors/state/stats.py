@@ -46,6 +46,8 @@ class CacheStats(msgspec.Struct, kw_only=True):
     that they came from. ceiling: share of prompt tokens that a cache without limits would have
     known. recomputed_state: tokens whose latents were known and whose recurrent state was not.
     lost_tips: requests whose session's state was gone when they were to begin from it, or again.
+    offloaded_bytes: host memory that running sequences fill with pages that are off the device, of
+    offload_capacity_bytes; no part of the tiers below.
     """
 
     queries: int = 0
@@ -67,6 +69,8 @@ class CacheStats(msgspec.Struct, kw_only=True):
     loading: int = 0
     checkpoints: int = 0
     sessions: int = 0
+    offloaded_bytes: int = 0
+    offload_capacity_bytes: int = 0
     selected_pages: int = 0  # read exactly by query-driven steps
     skipped_pages: int = 0  # taken as an estimate by them
     store: StoreStats = msgspec.field(default_factory=StoreStats)

@@ -202,5 +202,15 @@ CACHED = Row(
             unit="ops",
             stacked=True,
         ),
+        Panel(
+            "Old pages of kv_mode offload and select",
+            "Host memory that running requests fill with them, and how much they may: those who "
+            "find none left wait in the queue.",
+            (
+                Target(total(Q.now(m.STATE_OFFLOADED_BYTES), "engine"), "{{engine}}"),
+                Target(total(Q.now(m.STATE_OFFLOAD_CAPACITY), "engine"), "{{engine}} room"),
+            ),
+            unit="bytes",
+        ),
     ),
 )

@@ -24,6 +24,8 @@ _CACHE: tuple[tuple[Metric, Callable[[CacheStats], float]], ...] = (
     (metrics.STATE_CHECKPOINTS, lambda c: c.checkpoints),
     (metrics.STATE_SESSIONS, lambda c: c.sessions),
     (metrics.STATE_SESSIONS_LOST, lambda c: c.lost_tips),
+    (metrics.STATE_OFFLOADED_BYTES, lambda c: c.offloaded_bytes),
+    (metrics.STATE_OFFLOAD_CAPACITY, lambda c: c.offload_capacity_bytes),
     (metrics.STATE_THREADS_DEAD, lambda c: c.store.threads_dead),
 )
 _CACHE_BY: tuple[tuple[Metric, Callable[[CacheStats], Named]], ...] = (

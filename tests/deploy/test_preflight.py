@@ -23,7 +23,7 @@ from expertmesh.actors.model.checkpoint import CheckpointError
 from expertmesh.actors.model.config import ConfigError, ModelConfig
 from expertmesh.actors.model.loading import LoadSettings
 from expertmesh.actors.state.item import StateLayout
-from expertmesh.actors.state.model_state import bytes_per_slot
+from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
 from expertmesh.actors.state.opening import open_tiers
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.cluster.launch import LaunchError
@@ -349,9 +349,31 @@ def test_memory_plan_counts_what_is_loaded(checkpoint: Path) -> None:
     assert local.experts == 2 * one.experts
     assert one.expert_cache == summary.experts.parameters * 4  # less than a cache may hold
     assert one.host_cache == engine.state.host_bytes and two.host_cache == 2 * one.host_cache
+    assert one.offloaded == 0  # no request is that long
     assert one.total == sum(
         (one.attention, one.experts, one.expert_cache, one.state, one.host_cache, one.processes)
     )
+
+
+def test_old_pages_of_running_requests_are_planned(checkpoint: Path) -> None:
+    """As many as all slots may have off the device, or as there may be."""
+    config = preflight.check_folder(checkpoint)
+    summary = preflight.check_checkpoint(checkpoint, config)
+
+    def planned(slots: int, **state: Any) -> int:
+        settings = StateSettings(window_tokens=1024, **state)
+        engine = EngineSettings(pages=16, slots=slots, max_context=3200, state=settings)
+        load = LoadSettings(model=checkpoint)
+        two = preflight.plan_memory(config, summary, load, engine, 2, 0)
+        assert two.total == replace(two, offloaded=0).total + two.offloaded
+        return two.offloaded
+
+    page = bytes_per_page(config, torch.float32)
+    far = (3200 - 1024) // 64 - 1
+    assert planned(3) == 2 * 3 * far * page
+    assert planned(300, offload_bytes=10_000_000) == 2 * 10_000_000
+    assert planned(3, offload_bytes=0) == 0
+    assert planned(3, codec="int8") > planned(3)
 
 
 def test_with_a_folder_memory_holds_what_is_on_its_way_there(

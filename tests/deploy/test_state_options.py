@@ -51,13 +51,14 @@ class TestFlags:
             "--no-prefix-cache", "--kv-snapshots", "3", "--host-cache-gb", "1.5", "--state-dir",
             str(tmp_path), "--state-dir-gb", "2", "--kv-mode", "select", "--kv-codec", "int8",
             "--kv-window", "1024", "--kv-select-pages", "9", "--sessions-per-tenant", "5",
-            "--session-ttl-seconds", "60",
+            "--session-ttl-seconds", "60", "--kv-offload-gb", "0.75",
         )  # fmt: skip
         config = preflight.check_folder(options.model)
         assert options.cluster(config, None).engine.state == StateSettings(
             prefix_cache=False, snapshots=3, host_bytes=1_500_000_000, disk=tmp_path,
             disk_bytes=2_000_000_000, kv_mode="select", codec="int8",
             window_tokens=1024, select_pages=9, sessions_per_tenant=5, session_ttl_s=60,
+            offload_bytes=750_000_000,
         )  # fmt: skip
 
     def test_also_as_variables_and_in_a_file(self, serve: Serve, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ class TestFlags:
         def check(*flags: str) -> None:
             options = serve(*flags)
             config = preflight.check_folder(options.model)
-            check_kv_mode(config, options.engine(config))
+            check_kv_mode(config, options.engine(config), torch.float32)
 
         check("--kv-pages", "8")
         check("--kv-pages", "8", "--kv-mode", "offload", "--max-model-len", "512")
@@ -135,13 +136,18 @@ class TestFlags:
             check("--kv-pages", "64", "--kv-mode", "offload")
         assert "--kv-window (now 4096 tokens)" in refused.value.hint
         check("--kv-pages", "64", "--kv-mode", "offload", "--kv-window", "1024")
+        small = ("--kv-mode", "offload", "--kv-offload-gb", "0.001")
+        with pytest.raises(Refused, match=r"8192 tokens alone has 4\.1 MB") as refused:
+            check("--kv-pages", "80", *small)
+        assert "--max-model-len" in refused.value.hint
+        check("--kv-pages", "128", *small)  # then they stay on the device
 
     def test_a_model_without_old_pages_reads_them_exactly(self, serve: Serve) -> None:
         options = serve("--kv-mode", "select")
         config = preflight.check_folder(options.model)
         linear = config.model_copy(update={"kda_layers": tuple(range(config.num_layers))})
         with pytest.raises(Refused, match="has no MLA layers"):
-            check_kv_mode(linear, options.engine(config))
+            check_kv_mode(linear, options.engine(config), torch.float32)
 
     def test_the_plan_tells_where_state_is_kept(self, serve: Serve, tmp_path: Path) -> None:
         def plan(*flags: str) -> str:

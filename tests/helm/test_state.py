@@ -42,12 +42,13 @@ def test_by_default_there_is_memory_and_no_disk() -> None:
 def test_what_values_say_reaches_the_engine_beside_what_mesh_adds() -> None:
     objects = render(
         state={"prefixCache": False, "snapshots": 3, "hostSize": "1500M", "codec": "int8",
-               "mode": "select"},
+               "mode": "select", "offloadSize": "1G"},
         mesh={"engine": {"pages": 77, "state": {"window_tokens": 1024}}},
     )  # fmt: skip
     state = settings(objects)
     assert (state.prefix_cache, state.snapshots, state.host_bytes) == (False, 3, 1_500_000_000)
     assert (state.codec, state.kv_mode, state.window_tokens) == ("int8", "select", 1024)
+    assert state.offload_bytes == 1_000_000_000
     assert AppSettings.model_validate(app_arguments(objects)).mesh.engine.pages == 77
 
 
@@ -109,8 +110,9 @@ def test_the_secret_goes_to_those_who_read_and_write() -> None:
         ({"state.hostSize": "3Gi"}, "must be below attention.resources.memory 4Gi"),
         (
             {"state.hostSize": "1Gi", "attention.actorsPerPod": 3, "experts.replicas": 0},
-            "state.hostSize 1Gi times attention.actorsPerPod 3",
+            "state.hostSize 1Gi and state.offloadSize 256Mi, times attention.actorsPerPod 3",
         ),
+        ({"state.offloadSize": "3500Mi"}, "must be below attention.resources.memory 4Gi"),
         ({"mesh": {"engine": {"state": {"disk": "/x"}}}}, "mesh.engine.state.disk is decided by"),
         ({"mesh": {"engine": {"state": {"snapshots": 2}}}}, "mesh.engine.state.snapshots is"),
         ({"state.codec": "zip"}, "/state/codec': value must be one of"),
@@ -132,3 +134,4 @@ def test_defaults_are_the_server_s_own() -> None:
     assert (values["prefixCache"], values["snapshots"]) == (state.prefix_cache, state.snapshots)
     assert (values["codec"], values["mode"]) == (state.codec, state.kv_mode)
     assert values["hostSize"] == f"{state.host_bytes >> 20}Mi"
+    assert values["offloadSize"] == f"{state.offload_bytes >> 20}Mi"

@@ -92,6 +92,11 @@ def check_books(engine: Engine) -> None:
             held.update(mine)
         assert len(held) + pool.free == pool.size
     engine.pages.check()
+    room, far = engine.scheduler.room, [seq for seq in running if seq.context is not None]
+    assert sum(room.held(seq.number) for seq in far) == room.capacity - room.free <= room.capacity
+    for seq in far:
+        assert seq.context is not None
+        assert seq.context.host_bytes <= room.held(seq.number)
     for seq in running:
         assert len(seq.pages) >= pages_for(seq.computed)
         assert seq.computed <= len(seq.tokens)

@@ -66,7 +66,7 @@ def tokens_of(text: Text) -> list[int]:
 @dataclass
 class Sizes:
     """Of one engine; drawn so that something is always short. window: of requests whose old pages
-    are not on the device."""
+    are not on the device. far_pages: how many of those, of all together, there may be."""
 
     pages: int
     slots: int
@@ -76,6 +76,7 @@ class Sizes:
     max_bypass: int
     ping_pong: bool
     window: int
+    far_pages: int
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Sizes":
@@ -88,6 +89,7 @@ class Sizes:
             max_bypass=rng.randint(0, 3),
             ping_pong=rng.random() < 0.1,
             window=rng.choice((64, 128)),
+            far_pages=rng.choice((2, 4, 5, 1000)),
         )
 
 
@@ -151,12 +153,13 @@ class World:
         self.names = 0
 
     def _start(self, which: int) -> Engine:
-        sizes, wake = self.sizes[which], self.wake[which]
+        sizes, wake, page = self.sizes[which], self.wake[which], self.runner.state.page_bytes
         store = self.below.open(which, self.runner.state.layout, wake.set)
         return cached(
             self.runner, sizes.pages, sizes.slots, store,
             {"snapshots": sizes.snapshots, "ladder_tokens": sizes.ladder_tokens,
-             "window_tokens": sizes.window, **self.below.state},
+             "window_tokens": sizes.window, "offload_bytes": sizes.far_pages * page,
+             **self.below.state},
             arrived=wake, step_tokens=sizes.step_tokens, max_bypass=sizes.max_bypass,
             ping_pong=sizes.ping_pong, ageing_steps=8,
         )  # fmt: skip

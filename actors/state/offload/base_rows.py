@@ -24,19 +24,21 @@ class BaseRows:
 
     def __init__(self, bits: int, width: int, device: torch.device) -> None:
         self.bits, self.pages = float(bits), 0
+        self.nbytes = 0  # in host memory
         self._width, self._device = width, device
         self._blobs: list[bytes] = []
 
-    @property
-    def nbytes(self) -> int:
-        """In host memory."""
-        return sum(map(len, self._blobs))
+    @staticmethod
+    def page_bytes(bits: int, width: int) -> int:
+        """What one page of rows [64, width] adds."""
+        return len(quantized.encode_base(torch.zeros(PAGE_TOKENS, width), bits)[0])
 
     def add(self, rows_TC: Tensor) -> None:
         """The rows of one more page, [64, C]."""
         base, _ = quantized.encode_base(rows_TC.cpu(), int(self.bits))
         self._blobs.append(base)
         self.pages += 1
+        self.nbytes += len(base)
 
     def score(self, q_HC: Tensor, scale: float) -> Scored:
         """|s - scale q . estimate| <= scale |q| |row - estimate| (kv-state 3.3 e)."""

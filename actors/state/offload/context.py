@@ -31,6 +31,12 @@ FIT_PAGES = 32
 BASE_BITS = {"int8": 8, "int4": 4}
 
 
+def far_pages(settings: StateSettings, computed: int) -> int:
+    """Pages that have left the device when so many tokens are computed."""
+    behind = (computed - settings.window_tokens) // PAGE_TOKENS
+    return max(0, behind - settings.sink_tokens // PAGE_TOKENS)
+
+
 class Source(Protocol):
     """A page in host memory; `Loaded` of a store is one."""
 
@@ -125,6 +131,7 @@ class OffloadedContext:
         self._shared = shared
         self._first = shared.settings.sink_tokens // PAGE_TOKENS
         self._cold: list[Source] = []
+        self._cold_bytes = 0
         self._indexes: list[SketchIndex | BaseRows] = []
         self._recent: list[LRUCache[int, Tensor]] = []
 
@@ -144,7 +151,7 @@ class OffloadedContext:
     def leaving(self, computed: int) -> range:
         """Pages that need not be on the device any more when so many tokens are computed."""
         begin = self._first + len(self._cold)
-        end = (computed - self._shared.settings.window_tokens) // PAGE_TOKENS
+        end = self._first + far_pages(self._shared.settings, computed)
         return range(begin, max(begin, end))
 
     def leave(self, caches: Tensor, pages: list[int], computed: int) -> list[int]:
@@ -162,6 +169,7 @@ class OffloadedContext:
         """The next page in order, which is going to leave the device. source: who has its rows in
         host memory; by default they are copied."""
         self._cold.append(source or HostPage(_to_host(rows_L64C)))
+        self._cold_bytes += self._cold[-1].nbytes
         if self.mode != "select":
             return
         if not self._indexes and len(self._cold) == self._shared.fit_pages:
@@ -296,8 +304,9 @@ class OffloadedContext:
 
     @property
     def host_bytes(self) -> int:
+        """Old pages, and the bases of estimates. From any thread."""
         bases = sum(one.nbytes for one in self._indexes if isinstance(one, BaseRows))
-        return bases + sum(source.nbytes for source in self._cold)
+        return bases + self._cold_bytes
 
 
 def _to_host(rows: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ snapshots: {{ $s.snapshots | int64 }}
 host_bytes: {{ include "expertmesh.bytes" $s.hostSize }}
 codec: {{ $s.codec }}
 kv_mode: {{ $s.mode }}
+offload_bytes: {{ include "expertmesh.bytes" $s.offloadSize }}
 {{- if ne $s.disk.type "none" }}
 disk: {{ $s.disk.mountPath }}
 disk_bytes: {{ include "expertmesh.stateDiskBytes" . }}
@@ -62,9 +63,9 @@ ephemeral:
 {{- fail "state.encryption.existingSecret needs state.disk: nothing else is encrypted" }}
 {{- end }}
 {{- $memory := include "expertmesh.bytes" $v.attention.resources.memory | int64 }}
-{{- $host := mul (include "expertmesh.bytes" $v.state.hostSize) $v.attention.actorsPerPod }}
+{{- $host := add (include "expertmesh.bytes" $v.state.hostSize) (include "expertmesh.bytes" $v.state.offloadSize) | mul $v.attention.actorsPerPod }}
 {{- if ge (add $host (include "expertmesh.bytes" $v.attention.shmSize)) $memory }}
-{{- fail (printf "state.hostSize %v times attention.actorsPerPod %v, and attention.shmSize %v, must be below attention.resources.memory %v" $v.state.hostSize $v.attention.actorsPerPod $v.attention.shmSize $v.attention.resources.memory) }}
+{{- fail (printf "state.hostSize %v and state.offloadSize %v, times attention.actorsPerPod %v, and attention.shmSize %v, must be below attention.resources.memory %v" $v.state.hostSize $v.state.offloadSize $v.attention.actorsPerPod $v.attention.shmSize $v.attention.resources.memory) }}
 {{- end }}
 {{- $own := include "expertmesh.state" . | fromYaml }}
 {{- range $key := concat (keys $own) (list "disk" "disk_bytes") | uniq | sortAlpha }}

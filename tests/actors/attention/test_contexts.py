@@ -14,7 +14,7 @@ from expertmesh.actors.state.cache import StateCache
 from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.tiers.store import TieredStore
-from tests.support.engines import Answer, check_books, collect, fake_engine, request
+from tests.support.engines import Answer, check_books, collect, fake_engine, finish, request
 from tests.support.state_model import VOCAB, poisoned, small_model
 
 PROMPT, ANSWER = 650, 40
@@ -96,6 +96,77 @@ def test_several_at_a_time_share_a_small_pool(exact: Answer) -> None:
     engine = engine_with(2 * ROOM + 1)
     found = run(engine, *(ask(name, "offload") for name in "abcd"))
     assert all(same(answer, exact) for answer in found.values())
+
+
+def bytes_off(tokens: int = PROMPT + ANSWER - 1) -> int:
+    """Of pages that are off the device when so many tokens are computed."""
+    return ((tokens - 64) // 64 - 1) * small_model().state.page_bytes
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_host_memory_for_old_pages_is_waited_for(exact: Answer, store: bool) -> None:
+    """Room for one and a half: one runs at a time, and what is short passes those that wait."""
+    most = bytes_off()
+    engine = engine_with(30, store, offload_bytes=most * 3 // 2)
+    for name in "abc":
+        engine.submit(ask(name, "offload"))
+    engine.submit(ask("short", "offload", prompt(100)))
+    answers: dict[str, Answer] = {}
+    seen: list[int] = []
+    while engine.has_work:
+        outputs = engine.step()
+        if not outputs and not engine.scheduler.running:
+            engine.arrived.wait(0.01)
+        collect(outputs, answers)
+        check_books(engine)
+        assert sum(seq.context is not None for seq in engine.scheduler.running) <= 1
+        cache = engine.stats().cache
+        seen.append(cache.offloaded_bytes)
+        assert cache.offload_capacity_bytes == most * 3 // 2
+    assert set(list(answers)[:2]) == {"a", "short"}
+    assert all(same(answers[name], exact) for name in "abc")
+    assert max(seen) == most and seen[-1] == 0 and engine.stats().preemptions == 0
+    assert engine.scheduler.room.free == most * 3 // 2
+
+
+def test_an_answer_that_grows_takes_room_from_the_least_urgent() -> None:
+    """Both prompts have room, and head room of a page; both answers have not."""
+    ids = prompt(690)
+    page = small_model().state.page_bytes
+    assert bytes_off(len(ids) + ANSWER - 1) == bytes_off(len(ids)) + page
+    engine = engine_with(2 * ROOM + 2, offload_bytes=2 * bytes_off(len(ids)) + page)
+    answers = run(engine, ask("a", "offload", ids), ask("b", "offload", ids))
+    expected = run(engine_with(24), ask("a", "exact", ids))["a"]
+    assert same(answers["a"], expected) and same(answers["b"], expected)
+    assert engine.stats().preemptions == 1
+
+
+def test_what_is_urgent_takes_room_from_what_is_not(exact: Answer) -> None:
+    """From who has some: a short one, later still, goes on."""
+    engine = engine_with(30, offload_bytes=bytes_off())
+    for name, tokens, priority in (("a", prompt(), 1), ("b", prompt(100), 2), ("c", prompt(), 0)):
+        one = ask(name, "offload", tokens)
+        engine.submit(msgspec.structs.replace(one, priority=priority))
+        engine.step()
+    assert [seq.id for seq in engine.scheduler.running] == ["c", "b"]
+    answers = finish(engine)
+    assert same(answers["a"], exact) and same(answers["c"], exact)
+    assert engine.stats().preemptions == 1
+
+
+@pytest.mark.parametrize("mode", ["offload", "select"])
+def test_what_could_never_have_room_stays_on_the_device(exact: Answer, mode: str) -> None:
+    """Where there are pages for it; with a base of 8 bits beside its rows, select needs more."""
+    little = bytes_off() - (mode == "offload")
+    engine = engine_with(24, offload_bytes=little, codec="int8")
+    engine.submit(ask("a", mode))
+    engine.step()
+    assert engine.scheduler.running[0].context is None
+    assert same(finish(engine)["a"], exact)
+    with pytest.raises(RequestRefused, match=f"bytes of host memory, which has {little} for that"):
+        engine_with(ROOM, offload_bytes=little, codec="int8").submit(ask("a", mode))
+    with pytest.raises(RequestRefused, match=r"the whole cache has 5$"):
+        engine_with(ROOM, offload_bytes=little, codec="int8").submit(ask("a", "exact"))
 
 
 def test_the_default_of_the_settings(exact: Answer) -> None:
