@@ -74,7 +74,8 @@ class StateCache:
                 switches = [*onward(tip.switches, tip.position), seq.prompt_len]
             else:
                 tip = None
-        seq.prefix = Prefix(root, self.device.layout, tuple(switches), tip)
+        known = [] if tip is None else list(tip.keys)
+        seq.prefix = Prefix(root, self.device.layout, tuple(switches), tip, known)
         self._ceiling.add(seq.prefix.all_keys(seq.tokens[: seq.prompt_len]))
 
     def reopen(self, seq: Owner) -> None:
@@ -382,7 +383,7 @@ class StateCache:
         its last step, before its slot and pages are given back."""
         prefix, position = seq.prefix, seq.computed
         switches = [at for at in prefix.switches if at < position]
-        tip = Tip.of(prefix.root, seq.tokens, position, switches)
+        tip = Tip.of(prefix.root, seq.tokens, position, switches, known=prefix.keys)
         prefix.checkpoints = [name for name in prefix.checkpoints if name not in tip.end]
         absent = [n for n in tip.pages if self.store is None or self.store.where(n) is None]
         items = self.device.items(absent)

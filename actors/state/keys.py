@@ -41,11 +41,9 @@ def extend(parent: bytes, tokens: Sequence[int], end: int, switches: Sequence[in
     return blake2b(parent + head + words, digest_size=KEY_BYTES).digest()
 
 
-def chain(
-    root: bytes, tokens: Sequence[int], switches: Sequence[int] = (), known: Sequence[bytes] = ()
-) -> list[bytes]:
-    """Keys of all whole pages of `tokens`, in order. known: those that were made before."""
-    keys = list(known)
+def chain(root: bytes, tokens: Sequence[int], switches: Sequence[int] = ()) -> list[bytes]:
+    """Keys of all whole pages of `tokens`, in order."""
+    keys: list[bytes] = []
     grow(keys, root, tokens, len(tokens) // PAGE_TOKENS, switches)
     return keys
 

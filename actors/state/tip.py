@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.item import Kind, Name
-from expertmesh.actors.state.keys import chain, extend
+from expertmesh.actors.state.keys import extend, grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,17 @@ class Tip:
 
     @classmethod
     def of(
-        cls, root: bytes, tokens: Sequence[int], position: int, switches: Sequence[int]
+        cls,
+        root: bytes,
+        tokens: Sequence[int],
+        position: int,
+        switches: Sequence[int],
+        known: Sequence[bytes] = (),
     ) -> "Tip":
-        """tokens: at least `position` of them."""
-        keys = chain(root, tokens[:position], switches)
+        """tokens: at least `position` of them. known: keys of their first pages, made before."""
+        pages = position // PAGE_TOKENS
+        keys = list(known[:pages])
+        grow(keys, root, tokens, pages, switches)
         parent = keys[-1] if keys else root
         begun = tokens[len(keys) * PAGE_TOKENS : position]
         key = extend(parent, begun, position, switches) if begun else parent

@@ -18,6 +18,8 @@ from expertmesh.actors.attention.messages import (
     SamplingParams,
     TokenOutput,
 )
+from expertmesh.actors.state import keys, tip
+from expertmesh.actors.state.keys import extend
 from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from tests.support.session_store import FakeDisk, FakeStore
 from tests.support.state_model import cached, small_model
@@ -116,6 +118,24 @@ def test_a_session_goes_on_as_if_it_had_never_stopped(first: int, step_tokens: i
     assert cached_tokens == 100 + first - 1
     assert server.rows("2") == ORACLE.expect(pieces(answer), ids)
     assert server.engine.stats().cache.sessions == 1
+
+
+def test_a_turn_hashes_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once when it is checked that it goes on from the session, or when it is computed; besides,
+    at either end, the page that has begun."""
+    answer, prompt = conversation()
+    server, ends = Server(), list[int]()
+    server.turn("1", FIRST, 20)
+
+    def counted(parent: bytes, tokens: list[int], end: int, switches: tuple[int, ...]) -> bytes:
+        ends.append(end)
+        return extend(parent, tokens, end, switches)
+
+    monkeypatch.setattr(keys, "extend", counted)
+    monkeypatch.setattr(tip, "extend", counted)
+    server.turn("2", prompt, 30)
+    assert server.engine.stats().cache.sessions == 1
+    assert ends == [64, 119, 128, 192, 239]
 
 
 @pytest.mark.parametrize("way", ["restart", "kill", "replica", "resume", "same"])

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from expertmesh.actors.state.keys import chain, extend, named_key, root_key
+from expertmesh.actors.state.tip import Tip
 
 ROOT = root_key(b"model", "tenant")
 TOKENS = list(range(300))
@@ -14,9 +15,18 @@ def test_keys_are_chained_and_whole_pages_only() -> None:
     assert len(keys) == 4 and len(set(keys)) == 4 and all(len(key) == 32 for key in keys)
     assert keys[0] == extend(ROOT, TOKENS[:64], 64)
     assert keys[1] == extend(keys[0], TOKENS[64:128], 128)
-    assert chain(ROOT, TOKENS, known=keys[:2]) == keys
     early = chain(ROOT, [9, *TOKENS[1:]])
     assert not set(early) & set(keys)  # the first token is in all of them
+
+
+def test_a_tip_takes_the_keys_that_there_are() -> None:
+    """Of more pages than it has, or of fewer; a path that changes behind it is not its own."""
+    known = chain(ROOT, TOKENS, [100, 280])
+    for position in (63, 64, 250, 256, 300):
+        tip = Tip.of(ROOT, TOKENS, position, [100])
+        assert list(tip.keys) == known[: position // 64]
+        for count in (0, 1, 4):
+            assert Tip.of(ROOT, TOKENS, position, [100], known[:count]) == tip
 
 
 def test_a_key_says_where_the_path_changed_and_only_what_has_passed() -> None:
