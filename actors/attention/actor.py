@@ -36,7 +36,14 @@ from expertmesh.actors.experts.bank import ExpertBank
 from expertmesh.actors.model.loading import LoadSettings, OpenModel
 from expertmesh.actors.model.model import Model
 from expertmesh.actors.model.tokenizer import Tokenizer
-from expertmesh.actors.process import Health, LoadState, Pulse, Whereabouts, settle
+from expertmesh.actors.process import (
+    Health,
+    LoadState,
+    Pulse,
+    Whereabouts,
+    keep_heap,
+    settle,
+)
 from expertmesh.actors.state.fingerprint import fingerprint
 from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.opening import open_tiers
@@ -155,6 +162,7 @@ class AttentionActor:
         if device.type != "cpu":
             warm_up(self._model)
         self._grammars = Grammars.of(Tokenizer.load(self._load.model, config), config.eos)
+        keep_heap()
         self._loaded = True
         return source.bytes_read
 

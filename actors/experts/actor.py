@@ -18,7 +18,7 @@ from expertmesh.actors.experts.serving import Epochs
 from expertmesh.actors.experts.transfer import Packet, TransferError
 from expertmesh.actors.experts.warm_up import warm_up
 from expertmesh.actors.model.loading import LoadSettings, OpenModel
-from expertmesh.actors.process import LoadState, Pulse, Whereabouts, settle
+from expertmesh.actors.process import LoadState, Pulse, Whereabouts, keep_heap, settle
 
 # layer -> experts
 Share = Mapping[int, Sequence[int]]
@@ -101,6 +101,7 @@ class ExpertActor:
         opened.source.close()
         if opened.device.type != "cpu":
             warm_up(self._bank, opened.config, opened.dtype)
+        keep_heap()
         self._loaded_at = time.monotonic()
         return self._bank.packed_bytes
 
