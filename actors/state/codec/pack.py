@@ -84,9 +84,12 @@ def unpack_layers(
     """Writes one layer of items[i] into out[rows[i]], all rows different; out [any, *shape of the
     layer], on any device, also strided. A call for many costs little for each.
 
-    Exact where the item is, else the estimate. Any thread. Raises ValueError for another shape or
-    dtype, BadPayload for a blob that was not made by `pack`; some rows may be written then.
+    Exact where the item is, else the estimate. Any thread. Raises ValueError for another shape,
+    dtype or count, BadPayload for a blob that was not made by `pack`; some rows may be written by
+    then.
     """
+    if len(items) != len(rows):
+        raise ValueError(f"{len(items)} items into {len(rows)} rows")
     for run in runs(map(_HEAD, items)):
         alike, places = items[run], rows[run]
         head = alike[0].head
@@ -162,10 +165,10 @@ def _unpack(part: Part, found: Sequence[Buffer], out: planes.Words, rows: Sequen
     if part.scheme is Scheme.LOSSLESS:
         planes.decode_rows(found, out, rows)
         return
-    flat = out.view(np.uint8)
+    flat, size = out.view(np.uint8), part.layer_bytes
     for blob, row in zip(found, rows, strict=True):
-        if len(blob) != part.layer_bytes:  # one byte would be written everywhere
-            raise BadPayload(f"a raw blob of {len(blob)} bytes instead of {part.layer_bytes}")
+        if len(blob) != size:  # one byte would be written everywhere
+            raise BadPayload(f"a raw blob of {len(blob)} bytes instead of {size}")
         flat[row] = np.frombuffer(blob, np.uint8)
 
 

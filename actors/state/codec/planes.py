@@ -115,6 +115,8 @@ def _decompressed(blob: Buffer, count: int, widths: tuple[int, ...]) -> list[Buf
             raise ValueError(f"a plane of {len(plane)} bytes instead of {count * width}")
         planes.append(plane)
         at += length
+    if at != len(blob):
+        raise ValueError(f"planes of {at} bytes in {len(blob)}")
     return planes
 
 
