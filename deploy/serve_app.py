@@ -25,6 +25,7 @@ from ray import serve
 from ray.serve import Application
 
 from expertmesh.actors.model.config import load_config
+from expertmesh.actors.process import keep_heap
 from expertmesh.cluster.keeper import start_keeper
 from expertmesh.cluster.settings import ClusterSettings, RecoverySettings
 from expertmesh.deploy.auth.keyring import environment_hashes
@@ -105,6 +106,7 @@ def door_app(settings: DoorSettings, behind_proxy: bool = False) -> tuple[Front,
     token = settings.admin_token
     admin = Admin(mesh, None if token is None else token.get_secret_value())
     app = build_app(front, admin=admin, lifespan=connected, behind_proxy=behind_proxy)
+    keep_heap()
     return front, app
 
 
