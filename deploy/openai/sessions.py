@@ -6,6 +6,7 @@ header X-Cache-Salt here and may be so there. Anybody else's session is one that
 
 from typing import Any, TypeVar
 
+import msgspec
 import orjson
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -13,9 +14,11 @@ from starlette.responses import Response
 
 from expertmesh.actors.state.session_messages import (
     Problem,
+    ResumeReport,
     SessionAnswer,
     SessionCall,
     SessionView,
+    SuspendReport,
     Verb,
 )
 from expertmesh.deploy.front import Front
@@ -39,6 +42,10 @@ _CODES: dict[Problem, str] = {
     "lost": "session_state_lost", "busy": "session_changed",
     "quota": QUOTA,
 }  # fmt: skip
+# Of a view: what only show tells, what is for replicas among themselves, what is told as whole
+# seconds, and what has another name here.
+_DETAILS, _INNER, _TIMES = ("resident", "missing"), ("version",), ("created", "used", "expires")
+_NAMES = {"position": "saved_tokens"}
 
 
 class SessionEndpoints:
@@ -55,40 +62,19 @@ class SessionEndpoints:
     async def show(self, request: Request, session_id: str) -> Response:
         view = (await self._ask(request, "show", session_id)).view
         assert view is not None
-        return _json(_card(view) | {"resident": view.resident, "missing": view.missing})
+        return _json(_card(view) | {name: getattr(view, name) for name in _DETAILS})
 
     async def suspend(self, request: Request, session_id: str) -> Response:
         await _parse(Nothing, request)
         report = (await self._ask(request, "suspend", session_id)).suspended
         assert report is not None
-        return _json(
-            {
-                "id": session_id,
-                "object": "session.suspended",
-                "tokens": report.tokens,
-                "pages": report.pages,
-                "bytes": report.bytes,
-                "seconds": report.seconds,
-            }
-        )
+        return _json(_plain(report, "session.suspended"))
 
     async def resume(self, request: Request, session_id: str) -> Response:
         await _parse(Nothing, request)
         report = (await self._ask(request, "resume", session_id)).resumed
         assert report is not None
-        return _json(
-            {
-                "id": session_id,
-                "object": "session.resumed",
-                "restored_tokens": report.restored_tokens,
-                "recomputed_tokens": report.recomputed_tokens,
-                "tier": report.tier,
-                "bytes": report.bytes,
-                "load_ms": report.load_ms,
-                "verify_ms": report.verify_ms,
-                "reason": report.reason,
-            }
-        )
+        return _json(_plain(report, "session.resumed"))
 
     async def fork(self, request: Request, session_id: str) -> Response:
         wish = await _parse(ForkRequest, request)
@@ -141,19 +127,16 @@ def _unknown(session: str) -> ApiError:
 
 
 def _card(view: SessionView) -> dict[str, Any]:
-    return {
-        "id": view.session_id,
-        "object": "session",
-        "status": view.status,
-        "tokens": view.tokens,
-        "saved_tokens": view.position,
-        "pages": view.pages,
-        "kv_mode": view.kv_mode,
-        "seed": view.seed,
-        "created": int(view.created),
-        "used": int(view.used),
-        "expires": int(view.expires),
-    }
+    """Without what only show tells."""
+    plain = _plain(view, "session")
+    plain |= {name: int(plain[name]) for name in _TIMES}
+    return {_NAMES.get(k, k): v for k, v in plain.items() if k not in (*_DETAILS, *_INNER)}
+
+
+def _plain(told: SessionView | SuspendReport | ResumeReport, kind: str) -> dict[str, Any]:
+    """All fields of what a replica tells, as an object of this API."""
+    plain: dict[str, Any] = msgspec.to_builtins(told)
+    return {"id": plain.pop("session_id"), "object": kind} | plain
 
 
 def _json(value: Any) -> Response:

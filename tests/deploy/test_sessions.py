@@ -12,7 +12,14 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from expertmesh.actors.attention.messages import QuotaExceeded
-from expertmesh.actors.state.session_messages import Problem, SessionAnswer, SessionCall
+from expertmesh.actors.state.session_messages import (
+    Problem,
+    ResumeReport,
+    SessionAnswer,
+    SessionCall,
+    SessionView,
+    SuspendReport,
+)
 from expertmesh.deploy import replica_link
 from expertmesh.deploy.auth.keys import hash_key
 from expertmesh.deploy.cli import app as cli
@@ -72,6 +79,23 @@ def test_what_is_told(sessions: Door) -> None:
     resumed = sessions.http.post("/v1/sessions/lost/resume").json()
     assert resumed["restored_tokens"] == 0 and resumed["recomputed_tokens"] == 149
     assert resumed["reason"] and resumed["tier"] == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "answer", "left_out"),
+    [
+        (SuspendReport, session_answers.SessionSuspended, set()),
+        (ResumeReport, session_answers.SessionResumed, set()),
+        (SessionView, session_answers.SessionDetails, {"version"}),
+    ],
+)
+def test_every_field_of_a_message_is_described(
+    message: type[msgspec.Struct], answer: type[BaseModel], left_out: set[str]
+) -> None:
+    """They are told as they are: one that is new must be described too."""
+    renamed = {"session_id": "id", "position": "saved_tokens"}
+    told = {renamed.get(name, name) for name in message.__struct_fields__} - left_out
+    assert answer.model_fields.keys() == told | {"object"}
 
 
 @pytest.mark.parametrize(

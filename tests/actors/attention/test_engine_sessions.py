@@ -123,7 +123,7 @@ def test_a_session_goes_on_as_if_it_had_never_stopped(first: int, step_tokens: i
 def test_a_turn_hashes_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once when it is checked that it goes on from the session, or when it is computed; besides,
     at either end, the page that has begun."""
-    answer, prompt = conversation()
+    _, prompt = conversation()
     server, ends = Server(), list[int]()
     server.turn("1", FIRST, 20)
 

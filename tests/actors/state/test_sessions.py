@@ -1,5 +1,6 @@
 """Sessions over a store of dictionaries: what they hold, who may have them, what they survive."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -352,6 +353,38 @@ def test_the_newest_version_counts_whoever_wrote_it(disk: FakeDisk) -> None:
     assert one.claim("s", [*longer, 1]).position == len(longer) - 1
     (view,) = one.ask("list")
     assert view.tokens == len(longer)
+
+
+def test_a_clock_that_is_set_back_makes_nothing_older(
+    disk: FakeDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change is newer than what it replaces, whoever has written that."""
+    ticks = iter(range(2_000_000_000, 0, -100_000_000))
+    monkeypatch.setattr(time, "time_ns", lambda: next(ticks))
+    one, two, versions = Replica(disk), Replica(disk), [0]
+    longer = [*CONVERSATION, *range(20)]
+
+    def changed(replica: Replica, tokens: int) -> None:
+        replica.now -= 100.0
+        disk.sync()
+        view = Replica(disk).ask("show", "s")
+        assert view.tokens == tokens and view.version > versions[-1]
+        versions.append(view.version)
+
+    one.turn("s")
+    changed(one, 150)
+    two.claim("s", [*CONVERSATION, 1])
+    two.turn("s", longer)
+    changed(two, 170)
+    one.ask("suspend", "s")
+    changed(one, 170)
+    two.ask("resume", "s")
+    changed(two, 170)
+    one.ask("delete", "s")
+    disk.sync()
+    assert Replica(disk).ask("show", "s").problem == "unknown"
+    one.turn("s", [5] * 70)
+    changed(one, 70)
 
 
 def test_sessions_of_nobody_expire(disk: FakeDisk) -> None:
