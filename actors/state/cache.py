@@ -74,8 +74,8 @@ class StateCache:
                 switches = [*onward(tip.switches, tip.position), seq.prompt_len]
             else:
                 tip = None
-        known = [] if tip is None else list(tip.keys)
-        seq.prefix = Prefix(root, self.device.layout, tuple(switches), tip, known)
+        keys = [] if tip is None else list(tip.keys)
+        seq.prefix = Prefix(root, self.device.layout, tuple(switches), tip, keys)
         self._ceiling.add(seq.prefix.all_keys(seq.tokens[: seq.prompt_len]))
 
     def reopen(self, seq: Owner) -> None:
@@ -117,13 +117,13 @@ class StateCache:
             self._forget_tip(seq)
             return self.attach(seq, first)
         seq.computed = start.position
-        nodes = [self.device.find(name) for name in start.names[:-1]]
-        old = self._old(seq)
+        whole, old = start.position // PAGE_TOKENS, self._old(seq)
         prefix.shared = [
-            NOTHING if node is None or at in old else node.page for at, node in enumerate(nodes)
+            NOTHING if node is None or at in old else node.page
+            for at, node in enumerate(prefix.nodes[:whole])
         ]
         if start.position % PAGE_TOKENS:
-            prefix.shared[-1] = NOTHING  # it goes on writing there, so that page must be its own
+            prefix.shared.append(NOTHING)  # it goes on writing there: that page must be its own
         mine = [page for page in prefix.shared if page != NOTHING]
         self.pages.share(seq.number, mine)
         return len(mine)
@@ -134,8 +134,8 @@ class StateCache:
         prefix = seq.prefix
         self._count.lost_tips += 1
         self.lookup.stop(seq)
-        prefix.tip, prefix.switches = None, (seq.prompt_len,)
-        prefix.keys, prefix.looked = [], False
+        prefix.rename((seq.prompt_len,))
+        prefix.looked = False
 
     def prepare(self, seq: Owner, first: bool) -> None:
         """It cannot start yet; what lower tiers have of it is loaded meanwhile. first: in line."""
@@ -244,11 +244,7 @@ class StateCache:
         """Where its prompt's snapshots belong (kv-state 3.2): where it parts from what is known,
         at its last place to begin, and a ladder for long ones."""
         start, end = seq.prefix.start.position, last_start(seq.prompt_len)
-        known = start // PAGE_TOKENS
-        while known * PAGE_TOKENS < end:
-            if self.lookup.tier(Name(seq.prefix.key(known, seq.tokens), Kind.PAGE)) is None:
-                break
-            known += 1
+        known = max(start // PAGE_TOKENS, self.lookup.pages_known(seq, end // PAGE_TOKENS))
         self._count.recomputed_state += max(0, known * PAGE_TOKENS - start)
         seq.prefix.junction = known * PAGE_TOKENS
         places = {known * PAGE_TOKENS, end, *ladder(seq.prompt_len, self.settings.ladder_tokens)}
@@ -360,7 +356,7 @@ class StateCache:
         assert self.store is not None
         prefix, durable = seq.prefix, self.settings.disk is not None
         last = position // PAGE_TOKENS - 1
-        names = [Name(prefix.keys[at], Kind.PAGE) for at in range(last + 1)]
+        names = prefix.page_names(last + 1, seq.tokens)
         header = prefix.header(Kind.SNAPSHOT, last, seq.tokens)
         if not live:
             names.append(header.name)

@@ -1,7 +1,7 @@
 """Where a sequence can begin: what is known of its prefix, in which tier, and what a load costs."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.device import DeviceState
@@ -10,6 +10,7 @@ from expertmesh.actors.state.prefix import NOWHERE, Owner, Prefix, Start, last_s
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.stats import CacheStats
 from expertmesh.actors.state.store import Store
+from expertmesh.actors.state.tree import NOTHING
 
 # How many places to begin are weighed against each other, deepest first.
 CHOICES = 8
@@ -33,7 +34,7 @@ class Lookup:
         self.device, self.store, self.settings = device, store, settings
         self._count = count
         self._fetching: dict[int, Prefix] = {}  # by the number of the sequence that waits
-        self._postponed: set[int] = set()  # those that wait until they may load
+        self._postponed: dict[int, int] = {}  # bytes of those that wait until they may load
         self._held: dict[int, int] = {}  # bytes that were asked for, until the sequence begins
         self._most_held = max(settings.host_bytes // 2, LEAST_HELD)
         self._token_s, self._step_s = 1e-4, 1e-3  # of a prompt token, and of a decode step
@@ -62,13 +63,16 @@ class Lookup:
             return True
         if not prefix.noted and self._take_note(seq):
             return True
+        if self._full(self._postponed.get(seq.number, 0), first):
+            return False
+        self._postponed.pop(seq.number, None)
         start = self._soonest(seq)
         prefix.aim, prefix.asks = start.position, prefix.asks + 1
         missing = [name for name in start.names if not self.device.has(name)]
         if missing:
             size = sum(self.device.state.layout.nbytes(name.kind) for name in missing)
-            if self._held and not first and sum(self._held.values()) + size > self._most_held:
-                self._postponed.add(seq.number)
+            if self._full(size, first):
+                self._postponed[seq.number] = size
                 return False
             prefix.fetch = self.store.fetch(missing, self.settings.read_timeout_s)
             prefix.asked_at = time.monotonic()
@@ -77,6 +81,12 @@ class Lookup:
             self._count.loads += 1
         prefix.looked = True
         return True
+
+    def _full(self, size: int, first: bool) -> bool:
+        """Whether a load of so many bytes must wait for what others hold."""
+        if not size or not self._held or first:
+            return False
+        return sum(self._held.values()) + size > self._most_held
 
     def _take_note(self, seq: Owner) -> bool:
         """Whether the sequence waits until the disk has been looked at. It does when another
@@ -109,7 +119,6 @@ class Lookup:
         """Whether lower tiers have said all there is to say. What was loaded is then in
         `prefix.loaded`."""
         prefix = seq.prefix
-        self._postponed.discard(seq.number)
         while True:
             if prefix.fetch is not None and not prefix.fetch.done:
                 return False
@@ -128,7 +137,7 @@ class Lookup:
         if prefix.looked:  # else it was only a look at the disk
             self._count.load_seconds += time.monotonic() - prefix.asked_at
         if items and all(i.exact and prefix.fits(i.header, seq.tokens) for i in items):
-            prefix.loaded = {item.header.name: item for item in items}
+            prefix.has_come({item.header.name: item for item in items})
             return
         self._count.loads_failed += prefix.looked
         prefix.aim = 0
@@ -138,7 +147,7 @@ class Lookup:
     def stop(self, seq: Owner) -> None:
         """Nobody waits for the sequence's load any more, nor needs what it has brought."""
         self._fetching.pop(seq.number, None)
-        self._postponed.discard(seq.number)
+        self._postponed.pop(seq.number, None)
         self._held.pop(seq.number, None)
         seq.prefix.let_go()
 
@@ -151,7 +160,8 @@ class Lookup:
         best, best_s = here, self._compute_s(seq, here.position)
         if seq.prefix.tip is not None and not here.position:
             best_s = float("inf")  # computed again, the rest of the session would have other bits
-        for start in self._starts(seq, lambda name: self.tier(name) is not None):
+        known = self.pages_known(seq, self._most(seq))
+        for start in self._starts(seq, known, lambda name: self.tier(name) is not None, True):
             if start.position <= here.position:
                 break
             missing = [name for name in start.names if not self.device.has(name)]
@@ -175,34 +185,41 @@ class Lookup:
 
     # --- where it can begin -------------------------------------------------------------------
 
-    def _starts(self, seq: Owner, have: Callable[[Name], bool]) -> list[Start]:
-        """Places to begin, the deepest first, at most CHOICES. have: whether a name counts.
+    def _starts(
+        self, seq: Owner, pages: int, have: Callable[[Name], bool], below: bool
+    ) -> Iterator[Start]:
+        """Places to begin, the deepest first, at most CHOICES. pages: how many of its first ones
+        count. have: whether a snapshot does, or the end of a tip; below: some may that are not on
+        the device.
 
         Each needs all pages below it and the snapshot at it (kv-state 3.1).
         """
-        prefix, starts = seq.prefix, list[Start]()
-        tip = prefix.tip
-        first = prefix.hit is None and tip is None and len(seq.tokens) == seq.prompt_len
-        if first and not self.settings.prefix_cache:
-            return starts
-        last = last_start(seq.readable + 1) // PAGE_TOKENS
-        pages: list[Name] = []
-        while len(pages) < last:
-            name = Name(prefix.key(len(pages), seq.tokens), Kind.PAGE)
-            if not have(name):
-                break
-            pages.append(name)
+        prefix, tip, found = seq.prefix, seq.prefix.tip, 0
         # What is named below a tip was not computed as this prompt would be: tip or nothing.
-        below = 0 if tip is None else tip.position // PAGE_TOKENS
-        for count in range(len(pages), below, -1):
-            if len(starts) >= CHOICES:
-                break
+        least = 0 if tip is None else len(tip.keys)
+        for count in range(pages, least, -1):
+            node = prefix.nodes[count - 1] if count <= len(prefix.nodes) else None
+            if not below and (node is None or node.snapshot == NOTHING):
+                continue
             snapshot = Name(prefix.keys[count - 1], Kind.SNAPSHOT)
-            if have(snapshot):
-                starts.append(Start(count * PAGE_TOKENS, [*pages[:count], snapshot]))
-        if tip is not None and tip.position <= seq.readable and all(map(have, tip.names)):
-            starts.append(Start(tip.position, tip.names))
-        return starts
+            if below and not have(snapshot):
+                continue
+            yield Start(count * PAGE_TOKENS, [*prefix.page_names(count, seq.tokens), snapshot])
+            found += 1
+            if found == CHOICES:
+                break
+        if tip is None or least > pages or tip.position > seq.readable:
+            return
+        if all(map(have, tip.end)):
+            yield Start(tip.position, [*prefix.page_names(least, seq.tokens), *tip.end])
+
+    def _most(self, seq: Owner) -> int:
+        """Pages that it could begin behind."""
+        prefix = seq.prefix
+        first = prefix.hit is None and prefix.tip is None and len(seq.tokens) == seq.prompt_len
+        if first and not self.settings.prefix_cache:
+            return 0
+        return last_start(seq.readable + 1) // PAGE_TOKENS
 
     def here(self, seq: Owner) -> Start:
         """The deepest place to begin with what is on the device or has been loaded."""
@@ -212,11 +229,37 @@ class Lookup:
             if name in loaded:
                 return True
             node = self.device.find(name)
-            return node is not None and seq.prefix.fits(
-                node.header(name.kind, self.device.layout), seq.tokens
-            )
+            return node is not None and seq.prefix.agrees(node, seq.tokens)
 
-        return next(iter(self._starts(seq, known)), NOWHERE)
+        pages = self._pages_here(seq, self._most(seq))
+        return next(self._starts(seq, pages, known, bool(loaded)), NOWHERE)
+
+    def _pages_here(self, seq: Owner, most: int) -> int:
+        """How many of its first pages are on the device or have been loaded. Those that were found
+        before are not looked for again: a prompt that waits for room is asked for in each step."""
+        prefix, nodes = seq.prefix, seq.prefix.nodes
+        gone = (at for at, node in enumerate(nodes) if node is None or node.page == NOTHING)
+        at = min(next(gone, len(nodes)), most)
+        while at < most:
+            node = self.device.tree.get(prefix.key(at, seq.tokens))
+            if not (node and node.page != NOTHING and prefix.agrees(node, seq.tokens)):
+                came = at < len(nodes) and nodes[at] is None
+                if not came and Name(prefix.keys[at], Kind.PAGE) not in prefix.loaded:
+                    break
+                node = None
+            nodes[at : at + 1] = [node]
+            at += 1
+        del nodes[at:]
+        return at
+
+    def pages_known(self, seq: Owner, most: int) -> int:
+        """How many of its first pages are in any tier; at most so many."""
+        known = self._pages_here(seq, most)
+        while known < most:
+            if self.tier(Name(seq.prefix.key(known, seq.tokens), Kind.PAGE)) is None:
+                break
+            known += 1
+        return known
 
     def tier(self, name: Name) -> Tier | None:
         if self.device.has(name):

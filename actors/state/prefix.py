@@ -9,6 +9,7 @@ from expertmesh.actors.state.keys import grow
 from expertmesh.actors.state.offload.context import OffloadedContext
 from expertmesh.actors.state.store import Fetch, Loaded
 from expertmesh.actors.state.tip import Tip
+from expertmesh.actors.state.tree import Node
 
 
 class Owner(Protocol):
@@ -46,16 +47,17 @@ NOWHERE = Start(0, [])
 @dataclass(slots=True)
 class Prefix:
     """root: of the tenant's chains. tip: the state of a session that it goes on from. switches:
-    where the path of this sequence changes, see keys.py. keys: of its whole pages, made as they are
-    needed. published: how many of them others can find. wanted: positions at which snapshots are
-    due. saving: those of the step under way, with their place. junction: where it parts from what
-    was known. rungs: those of the ladder that it has left. saved_at: position of the last state
-    that a loss of this process leaves. checkpoints: names of snapshots that only this sequence
-    uses. start, shared: where it begins, and the pages that it reads for that. fetch, asked_at,
-    loaded: what comes from lower tiers, since when, and what has come. noted, looked: whether the
-    disk was looked at anew, and whether the tiers were asked. asks, aim: how often they were, and
-    where it could begin by their last answer. hit: tokens of the prompt that the first start did
-    not compute.
+    where the path of this sequence changes, see keys.py. keys, names: of its whole pages, made as
+    they are needed. nodes: of the first pages that were in memory when last looked for, and are of
+    its tokens; None: loaded. published: how many of them others can find. wanted: positions at
+    which snapshots are due. saving: those of the step under way, with their place. junction: where
+    it parts from what was known. rungs: those of the ladder that it has left. saved_at: position of
+    the last state that a loss of this process leaves. checkpoints: names of snapshots that only
+    this sequence uses. start, shared: where it begins, and the pages that it reads for that. fetch,
+    asked_at, loaded: what comes from lower tiers, since when, and what has come. noted, looked:
+    whether the disk was looked at anew, and whether the tiers were asked. asks, aim: how often they
+    were, and where it could begin by their last answer. hit: tokens of the prompt that the first
+    start did not compute.
     """
 
     root: bytes
@@ -63,6 +65,8 @@ class Prefix:
     switches: tuple[int, ...]
     tip: Tip | None = None
     keys: list[bytes] = field(default_factory=list)
+    names: list[Name] = field(default_factory=list)
+    nodes: list[Node | None] = field(default_factory=list)
     published: int = 0
     wanted: list[int] = field(default_factory=list)
     saving: list[tuple[int, int]] = field(default_factory=list)
@@ -86,6 +90,12 @@ class Prefix:
         grow(self.keys, self.root, tokens, page + 1, self.switches)
         return self.keys[page]
 
+    def page_names(self, count: int, tokens: list[int]) -> list[Name]:
+        """Of the first whole pages of these tokens."""
+        grow(self.keys, self.root, tokens, count, self.switches)
+        self.names += [Name(key, Kind.PAGE) for key in self.keys[len(self.names) : count]]
+        return self.names[:count]
+
     def all_keys(self, tokens: list[int]) -> list[bytes]:
         """Of all whole pages of these tokens, which are the first of the sequence's."""
         return [self.key(page, tokens) for page in range(len(tokens) // PAGE_TOKENS)]
@@ -107,16 +117,28 @@ class Prefix:
 
     def fits(self, header: Header, tokens: list[int]) -> bool:
         """Whether a piece of state is of this very prefix: names might collide, tokens do not."""
-        end = header.position
-        begin = (end - 1) // PAGE_TOKENS * PAGE_TOKENS
-        return header.layout == self.layout and header.tokens == tuple(tokens[begin:end])
+        return header.layout == self.layout and self.agrees(header, tokens)
+
+    def agrees(self, of: Header | Node, tokens: list[int]) -> bool:
+        """The same of what has the layout of this device."""
+        begin = (of.position - 1) // PAGE_TOKENS * PAGE_TOKENS
+        return of.tokens == tuple(tokens[begin : of.position])
+
+    def has_come(self, loaded: dict[Name, Loaded]) -> None:
+        """From lower tiers, instead of what had come before."""
+        self.loaded, self.nodes = loaded, []
 
     def let_go(self) -> None:
         """Of everything that was loaded or is being loaded."""
         if self.fetch is not None:
             self.fetch.cancel()
         self.fetch = None
-        self.loaded = {}
+        self.has_come({})
+
+    def rename(self, switches: tuple[int, ...]) -> None:
+        """Its path is another one, and so are its names: those of any prompt."""
+        self.tip, self.switches = None, switches
+        self.keys, self.names, self.nodes = [], [], []
 
 
 def ladder(length: int, step: int) -> list[int]:

@@ -251,7 +251,7 @@ def weak_names(patch: MonkeyPatch) -> None:
 
 def weak_names_not_compared(patch: MonkeyPatch) -> None:
     weak_names(patch)
-    patch.setattr(Prefix, "fits", lambda self, header, tokens: True)
+    patch.setattr(Prefix, "agrees", lambda self, of, tokens: True)
 
 
 def another_request_s_items(patch: MonkeyPatch) -> None:
