@@ -207,7 +207,7 @@ class Engine:
                 self._check_idle()
                 return outputs
             # Before the step's own snapshots take their places: it may begin with what was there.
-            self.cache.begin(plan.admitted)
+            self.cache.begin(plan.admitted, plan.grown)
             step = build_step(plan, self.cache.saves)
             planned = perf_counter()
             making = self._masks.start(step.sampled)

@@ -30,10 +30,12 @@ PREPARED = 4
 
 @dataclass(slots=True)
 class Plan:
-    """admitted: sequences whose slot must be zeroed first. decode: one row each. prefill: the
-    tokens computed..chunk_end of each prompt. In rank order."""
+    """admitted: sequences whose slot and pages must be zeroed first. grown: pages that others got
+    besides, which must be, too. decode: one row each. prefill: the tokens computed..chunk_end of
+    each prompt. In rank order."""
 
     admitted: list[Sequence] = field(default_factory=list)
+    grown: list[int] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[Sequence] = field(default_factory=list)
 
@@ -78,9 +80,9 @@ class Scheduler:
                 while seq.slot != NO_SLOT and not self.pages.free:
                     self.preempt(running[-1])
                 if seq.slot != NO_SLOT:
-                    seq.pages += self.pages.take(seq.number, 1)
+                    plan.grown += self._grow(seq, 1)
             if seq.context is not None and seq.slot != NO_SLOT and self._make_room(seq):
-                self._grow_context(seq)
+                plan.grown += self._grow_context(seq)
             at += seq.slot != NO_SLOT  # else the next one has its place
 
         # Admit: in rank order. Who fits may pass who does not, a bounded number of times; whose
@@ -141,12 +143,17 @@ class Scheduler:
                 return False
         return True
 
-    def _grow_context(self, seq: Sequence) -> None:
+    def _grow(self, seq: Sequence, count: int) -> list[int]:
+        more = self.pages.take(seq.number, count)
+        seq.pages += more
+        return more
+
+    def _grow_context(self, seq: Sequence) -> list[int]:
         """A prompt gets pages for its next chunk, as far as there are any: those that left the
         device have given theirs back."""
         wanted = pages_for(len(seq.tokens)) - len(seq.pages)
         room = min(self._near_pages - len(seq.near), self.pages.free)
-        seq.pages += self.pages.take(seq.number, max(0, min(wanted, room)))
+        return self._grow(seq, max(0, min(wanted, room)))
 
     def _chunk_end(self, seq: Sequence, budget: int) -> int:
         """Where a chunk of at most `budget` more tokens ends: at the prompt's end or on the grid.

@@ -175,10 +175,12 @@ class StateCache:
             seq.prefix.loaded[name].layer(0, layer, out)
         seq.context.take(rows)
 
-    def begin(self, seqs: Sequence[Owner]) -> None:
+    def begin(self, seqs: Sequence[Owner], grown: Sequence[int] = ()) -> None:
         """Slots and pages get what their sequences start from, before the forward pass of the step
-        in which they were admitted."""
+        in which they were admitted. grown: pages that others have got since the last step, of which
+        a part may be kept, and nothing of a former owner with it."""
         fills = []
+        self.state.zero_pages(grown)
         for seq in seqs:
             prefix = seq.prefix
             shared = {page for page in prefix.shared if page != NOTHING}

@@ -54,7 +54,7 @@ class PlainCache:
     def pages_of(self, seq: Owner, count: int) -> list[int]:
         return self.pages.take(seq.number, count)
 
-    def begin(self, seqs: Sequence[Owner]) -> None:
+    def begin(self, seqs: Sequence[Owner], grown: Sequence[int] = ()) -> None:
         for seq in seqs:
             self._state.zero_slot(seq.slot)
 

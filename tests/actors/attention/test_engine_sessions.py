@@ -19,6 +19,7 @@ from expertmesh.actors.attention.messages import (
     TokenOutput,
 )
 from expertmesh.actors.state import keys, tip
+from expertmesh.actors.state.item import Kind
 from expertmesh.actors.state.keys import extend
 from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from tests.support.session_store import FakeDisk, FakeStore
@@ -391,3 +392,16 @@ def test_without_tiers_there_are_no_sessions_and_requests_are_served_all_the_sam
     assert engine.session(call).result(timeout=0).views == []
     call = SessionCall(verb="resume", tenant="t/", session="s")
     assert engine.session(call).result(timeout=0).problem == "unknown"
+
+
+def test_a_page_that_was_not_filled_is_saved_with_nothing_of_its_former_owner() -> None:
+    server = Server()
+    server.engine.state.latents.fill_(777.0)  # every page has had another owner
+    server.turn("1", FIRST[:60], 10)  # the answer opens a second page
+    (begun,) = (
+        item
+        for name, item in server.store.host.items()
+        if name.kind is Kind.PAGE and item.header.position == 69
+    )
+    rows = begun.parts[0]
+    assert (rows[:, :5] != 0).any() and not (rows[:, 5:] != 0).any()
