@@ -95,6 +95,15 @@ def tiers(
         typer.Option(min=64, help="Tokens of a prompt; may be repeated. Default: 1024, 4096."),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="hits: per length and tier.")] = 20,
+    cold_trials: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="hits: how often a length is computed again. Default: as trials."),
+    ] = None,
+    task: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="recall: of those in deploy/eval/README.md; may be repeated. Default: "
+                     "words, multikey, returning."),
+    ] = None,
     probes: Annotated[
         int, typer.Option(min=1, help="recall: questions per task, length and setting.")
     ] = 40,
@@ -117,6 +126,7 @@ def tiers(
 
     wish = Wish(
         model=(model or BUNDLED).absolute(), parts=part or [], lengths=length or [1024, 4096],
-        trials=trials, probes=probes, out=out, threads=threads, as_json=as_json,
+        trials=trials, cold_trials=cold_trials or trials, probes=probes, tasks=task or [], out=out,
+        threads=threads, as_json=as_json,
     )  # fmt: skip
     run_command(run_tiers, wish)

@@ -23,10 +23,13 @@ LEAST_BYTES = 256 << 20
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
     """Time to the first token of one length from one tier, over all trials.
 
-    recompute_s: median without any cache. ratio: recompute_s / median_s; cpu_ratio: the same of
-    what this process computed, which bears other programs on the machine better. cached_tokens: not
-    computed again; 0 where computing was the sooner choice. read_bytes, read_s, verify_s: of the
-    tier below the device, per trial, packed. same_token: as without any cache.
+    median_s, p99_s: of hits; recompute_s, recompute_p99_s: without any cache, over cold_trials.
+    ratio: recompute_s / median_s. slower: share of all pairs of a hit and a recomputation in which
+    the hit took longer; 0.5 where they are alike. cpu_s, recompute_cpu_s: medians of what this
+    process computed up to the first token; cpu_ratio: of these, which bears other programs on the
+    machine better. cached_tokens: not computed again; 0 where computing was the sooner choice.
+    read_bytes, read_s, verify_s: of the tier below the device, per trial, packed. same_token: as
+    without any cache.
     """
 
     tokens: int
@@ -34,8 +37,13 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
     trials: int
     median_s: float
     p99_s: float
+    cold_trials: int
     recompute_s: float
+    recompute_p99_s: float
     ratio: float
+    slower: float
+    cpu_s: float
+    recompute_cpu_s: float
     cpu_ratio: float
     cached_tokens: int
     read_bytes: int
@@ -50,16 +58,18 @@ def hits(
     trials: int,
     folder: Path,
     told: Callable[[str], None] = lambda line: None,
+    cold_trials: int | None = None,
 ) -> list[Hit]:
-    """folder: for the disk tier; empty. The longest lengths are recomputed fewer times."""
+    """folder: for the disk tier; empty. cold_trials: how often each length is computed again, which
+    takes the longer the longer it is; by default as often as it is hit."""
     found: list[Hit] = []
     for tokens in lengths:
         prompt = subject.random_prompt(f"hit {tokens}", tokens)
-        cold = _recompute(subject, prompt, max(1, min(trials, 16_384 // tokens)))
+        cold = _recompute(subject, prompt, cold_trials or trials)
         own = folder / str(tokens)
         for tier, times, read in _tiers(subject, prompt, trials, own):
             found.append(_hit(tokens, tier, times, cold, read))
-            told(f"{tier} {tokens}: {found[-1].ratio:.1f} times as fast as computed again")
+            told(_line(found[-1]))
     return found
 
 
@@ -133,17 +143,35 @@ def _since(before: _Read, now: _Read) -> _Read:
 
 
 def _hit(tokens: int, tier: str, times: list[Timed], cold: list[Timed], read: _Read) -> Hit:
-    seconds = sorted(one.first_s for one in times)
-    median, again = statistics.median(seconds), statistics.median(one.first_s for one in cold)
-    n = len(times)
+    seconds, cold_s = [one.first_s for one in times], [one.first_s for one in cold]
+    median, again, n = statistics.median(seconds), statistics.median(cold_s), len(times)
     return Hit(
-        tokens=tokens, tier=tier, trials=n, median_s=median,
-        p99_s=seconds[min(n - 1, int(0.99 * n))], recompute_s=again, ratio=again / median,
+        tokens=tokens, tier=tier, trials=n, median_s=median, p99_s=_p99(seconds),
+        cold_trials=len(cold), recompute_s=again, recompute_p99_s=_p99(cold_s),
+        ratio=again / median, slower=slower(seconds, cold_s), cpu_s=_cpu(times),
+        recompute_cpu_s=_cpu(cold),
         cached_tokens=min(one.cached_tokens for one in times), read_bytes=read.bytes // n,
         read_s=read.seconds / n, verify_s=read.verify / n,
         cpu_ratio=_cpu(cold) / _cpu(times),
         same_token=all(one.ids == cold[0].ids for one in times),
     )  # fmt: skip
+
+
+def slower(first: Sequence[float], second: Sequence[float]) -> float:
+    """Share of pairs in which the first is longer, half of those that are equal included."""
+    longer = sum((a > b) + (a == b) / 2 for a in first for b in second)
+    return longer / (len(first) * len(second))
+
+
+def _line(one: Hit) -> str:
+    return (
+        f"{one.tier} {one.tokens}: {one.ratio:.1f} times as fast as computed again, slower in "
+        f"{one.slower:.0%} of pairs"
+    )
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
 
 
 def _cpu(times: list[Timed]) -> float:

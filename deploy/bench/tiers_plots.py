@@ -1,18 +1,16 @@
 """Curves of `expertmesh bench tiers`, as PNG."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from expertmesh.deploy.bench.codecs import Row
 from expertmesh.deploy.bench.tiers_hits import Hit
 from expertmesh.deploy.bench.tiers_load import Load
 from expertmesh.deploy.bench.tiers_memory import Memory
-from expertmesh.deploy.bench.tiers_recall import Point
-from expertmesh.deploy.eval.plots import COLOURS, log2_axis, save
+from expertmesh.deploy.eval.plots import COLOURS, log2_axis, ordered, save
 
 MIB = 2**20
 
@@ -22,7 +20,7 @@ def plot_memory(found: Sequence[Memory], path: Path) -> None:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     device, host, pss = figure.subplots(1, 3)
     lengths = sorted({one.tokens for one in found})
-    for at, mode in enumerate(_ordered(one.mode for one in found)):
+    for at, mode in enumerate(ordered(one.mode for one in found)):
         own = [one for one in found if one.mode == mode]
         tokens, colour = [one.tokens for one in own], COLOURS[at]
         held = [(one.near + one.index + one.recent) / MIB for one in own]
@@ -51,7 +49,7 @@ def plot_load(found: Sequence[Load], path: Path) -> None:
     figure = Figure(figsize=(8.5, 3.6), layout="constrained")
     rate, first = figure.subplots(1, 2)
     clients = sorted({one.clients for one in found})
-    for at, system in enumerate(_ordered(one.system for one in found)):
+    for at, system in enumerate(ordered(one.system for one in found)):
         own = [one for one in found if one.system == system]
         n, colour = [one.clients for one in own], COLOURS[at]
         rate.plot(n, [one.tokens_per_s for one in own], "o-", color=colour, label=system)
@@ -75,7 +73,7 @@ def plot_hits(found: Sequence[Hit], path: Path) -> None:
     lengths = sorted({one.tokens for one in found})
     cold = {one.tokens: one.recompute_s * 1e3 for one in found}
     seconds.plot(lengths, [cold[n] for n in lengths], "o-", color=COLOURS[-1], label="recompute")
-    for at, tier in enumerate(_ordered(one.tier for one in found)):
+    for at, tier in enumerate(ordered(one.tier for one in found)):
         own = [one for one in found if one.tier == tier]
         n, colour = [one.tokens for one in own], COLOURS[at]
         seconds.plot(n, [one.median_s * 1e3 for one in own], "o-", color=colour, label=tier)
@@ -91,63 +89,11 @@ def plot_hits(found: Sequence[Hit], path: Path) -> None:
     save(figure, path)
 
 
-def plot_recall(found: Sequence[Point], path: Path) -> None:
-    """Against the share of the latents that stays resident: above the share of right answers, below
-    how far predictions are from those with everything. A column per task, a colour per length, a
-    mark per way of reading old tokens."""
-    tasks = _ordered(one.cell.task for one in found)
-    lengths = sorted({one.cell.length for one in found})
-    figure = Figure(figsize=(max(5.0, 0.8 + 2.5 * len(tasks)), 5), layout="constrained")
-    grid = figure.subplots(2, len(tasks), squeeze=False, sharex=True, sharey="row")
-    for task, right, apart in zip(tasks, grid[0], grid[1], strict=True):
-        for one in found:
-            if one.cell.task == task:
-                colour = COLOURS[lengths.index(one.cell.length) % len(COLOURS)]
-                _mark(one, right, apart, colour)
-        right.set_title(task)
-        for axis in (right, apart):
-            axis.axvline(0.25, color="black", linewidth=0.8, linestyle=":")
-            axis.set_xlim(0, 1.05)
-            axis.grid(alpha=0.3)
-    grid[0][0].set_ylabel("share right")
-    grid[0][0].set_ylim(-0.03, 1.05)
-    grid[1][0].set_ylabel("KL from exact, nats")
-    grid[1][0].set_yscale("log")
-    marks = [
-        Line2D([], [], color="grey", marker=mark, linestyle="", label=what)
-        for what, mark in MARKS.items()
-    ]
-    marks += [
-        Line2D([], [], color=COLOURS[at % len(COLOURS)], label=f"{length} tokens")
-        for at, length in enumerate(lengths)
-    ]
-    columns = min(len(marks), 1 + 2 * len(tasks))
-    figure.legend(handles=marks, fontsize=8, loc="outside upper center", ncols=columns)
-    figure.supxlabel("resident share of the latents (dotted: a quarter)", fontsize=10)
-    save(figure, path)
-
-
-MARKS = {"exact": "s", "blind": "x", "select, sketch": "o", "select, base": "^"}
-
-
-def _mark(one: Point, right: Axes, apart: Axes, colour: str) -> None:
-    what, *setting = one.cell.mode.split(" ")
-    if what == "select":
-        what = "select, base" if setting[-1] in ("int8", "int4") else "select, sketch"
-    recall = one.cell.recall
-    right.errorbar(
-        one.share, recall.share, yerr=[[recall.share - recall.low], [recall.high - recall.share]],
-        marker=MARKS[what], markersize=5, capsize=2, linewidth=0.8, color=colour,
-    )  # fmt: skip
-    if one.cell.divergence > 0:
-        apart.plot(one.share, one.cell.divergence, MARKS[what], markersize=5, color=colour)
-
-
 def plot_codecs(found: Sequence[Row], path: Path) -> None:
     """Rate against distortion: what a value's bits cost in rows, attention, prediction, recall."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     rows, kl, recall = figure.subplots(1, 3)
-    for at, dtype in enumerate(_ordered(one.dtype for one in found)):
+    for at, dtype in enumerate(ordered(one.dtype for one in found)):
         own = [one for one in found if one.dtype == dtype]
         lossy = [one for one in own if one.errors.row_mse > 0]
         bits, colour = [one.bits for one in lossy], COLOURS[at]
@@ -176,8 +122,3 @@ def _name(axis: Axes, rows: Sequence[Row], heights: Sequence[float]) -> None:
     for one, height in zip(rows, heights, strict=True):
         axis.annotate(one.codec, (one.bits, height), fontsize=7, xytext=(4, 4),
                       textcoords="offset points")  # fmt: skip
-
-
-def _ordered(names: Iterable[str]) -> list[str]:
-    """Each once, in order of appearance."""
-    return list(dict.fromkeys(names))

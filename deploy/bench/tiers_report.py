@@ -16,11 +16,14 @@ from expertmesh.deploy.bench.residual import conditions
 from expertmesh.deploy.bench.tiers_hits import Hit, hits
 from expertmesh.deploy.bench.tiers_load import Load, Work, loads
 from expertmesh.deploy.bench.tiers_memory import Memory, memory
-from expertmesh.deploy.bench.tiers_recall import Point, recall
+from expertmesh.deploy.bench.tiers_recall import TASKS as RECALL_TASKS
+from expertmesh.deploy.bench.tiers_recall import recall
 from expertmesh.deploy.eval.cases import Maker
 from expertmesh.deploy.eval.console import progress_console, report_console, report_table
 from expertmesh.deploy.eval.filler import Prose
+from expertmesh.deploy.eval.longcontext import Cell
 from expertmesh.deploy.eval.subject import Subject
+from expertmesh.deploy.eval.tasks import check_tasks
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import check_folder
 
@@ -35,7 +38,9 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[str]
     lengths: list[int]
     trials: int
+    cold_trials: int
     probes: int
+    tasks: list[str]
     out: Path | None
     threads: int
     as_json: bool
@@ -45,7 +50,7 @@ class Measured(msgspec.Struct, kw_only=True):
     memory: list[Memory] = []
     load: list[Load] = []
     hits: list[Hit] = []
-    recall: list[Point] = []
+    recall: list[Cell] = []
     codecs: list[Row] = []
 
 
@@ -54,6 +59,7 @@ def run_tiers(wish: Wish) -> None:
     for part in wish.parts:
         if part not in PARTS:
             raise Refused(ExitCode.USAGE, f"no part {part!r}", f"there are {', '.join(PARTS)}")
+    check_tasks(wish.tasks)
     config = check_folder(wish.model)
     torch.set_num_threads(wish.threads)
     console = progress_console()
@@ -84,12 +90,18 @@ def measure(wish: Wish, told: Callable[[str], None]) -> Iterator[tuple[str, Sequ
     subject = Subject(wish.model, max(wish.lengths) + ROOM_TOKENS)
     with tempfile.TemporaryDirectory(prefix="expertmesh-tiers-") as folder:
         if "hits" in parts:
-            yield "hits", hits(subject, wish.lengths, wish.trials, Path(folder) / "hits", told)
+            own = Path(folder) / "hits"
+            yield "hits", hits(subject, wish.lengths, wish.trials, own, told, wish.cold_trials)
         if "load" in parts:
             yield "load", loads(subject, Work(), Path(folder) / "load", told)
     if "recall" in parts:
         maker = Maker(subject.tokenizer, Prose())
-        yield "recall", recall(subject, maker, wish.lengths, wish.probes, told)
+        yield (
+            "recall",
+            recall(
+                subject, maker, wish.lengths, wish.probes, told, tasks=wish.tasks or RECALL_TASKS
+            ),
+        )
     if "codecs" in parts:
         yield "codecs", frontier(wish.model, Prose(), Amount(), told=told)
 
@@ -104,13 +116,16 @@ def write(folder: Path, known: dict[str, Any], measured: Measured, part: str) ->
     """tiers.json with all that has been measured, and the PNG of this part. A run that is ended in
     the middle of it leaves the file as it was."""
     from expertmesh.deploy.bench import tiers_plots as plots
+    from expertmesh.deploy.eval.curves import plot_curves
 
     folder.mkdir(parents=True, exist_ok=True)
     report = known | msgspec.to_builtins(measured)
     partial = folder / "tiers.json.partial"
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     partial.replace(folder / "tiers.json")
-    plot: Callable[[Any, Path], None] = getattr(plots, f"plot_{part}")
+    plot: Callable[[Any, Path], None] = plot_curves
+    if part != "recall":
+        plot = getattr(plots, f"plot_{part}")
     plot(getattr(measured, part), folder / f"{part}.png")
 
 
@@ -143,8 +158,11 @@ def _hit(one: Hit) -> dict[str, str]:
     return {
         "tier": one.tier, "tokens": str(one.tokens), "cached": str(one.cached_tokens),
         "ms": _ms(one.median_s), "p99": _ms(one.p99_s), "again ms": _ms(one.recompute_s),
-        "ratio": f"{one.ratio:.1f}", "by CPU": f"{one.cpu_ratio:.1f}",
-        "read MiB": _mib(one.read_bytes), "ms ": _ms(one.read_s), "verify": _ms(one.verify_s),
+        "again p99": _ms(one.recompute_p99_s), "ratio": f"{one.ratio:.1f}",
+        "slower": f"{one.slower:.0%}", "CPU ms": _ms(one.cpu_s),
+        "again CPU": _ms(one.recompute_cpu_s), "by CPU": f"{one.cpu_ratio:.1f}",
+        "read MiB": f"{one.read_bytes / 2**20:.2f}", "read ms": _ms(one.read_s),
+        "verify": _ms(one.verify_s), "trials": f"{one.trials}, {one.cold_trials}",
     }  # fmt: skip
 
 
@@ -157,16 +175,16 @@ def _load(one: Load) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _point(one: Point) -> dict[str, str]:
-    cell = one.cell
-    loss = cell.loss
+def _point(one: Cell) -> dict[str, str]:
+    loss, needs, tokens, reading = one.loss, one.needs, one.needs_tokens, one.reading
+    assert needs is not None and tokens is not None
     return {
-        "task": cell.task, "mode": cell.mode, "tokens": str(cell.length),
-        "resident": f"{one.share:.1%}", "right": f"{cell.recall.right}/{cell.recall.n}",
+        "task": one.task, "mode": one.mode, "tokens": str(one.length),
+        "on device": f"{one.share:.1%}", "right": f"{one.recall.right}/{one.recall.n}",
         "points lost": "" if loss is None else f"{loss.points:+.1f}",
-        "nats": f"{cell.nats:.3f}", "KL": f"{cell.divergence:.4f}",
-        "pages/step": f"{one.read_pages:.1f}",
-        "judged": "yes" if cell.judged else "no",
+        "need latents": f"{needs.right}/{needs.n}", "their tokens": f"{tokens.right}/{tokens.n}",
+        "same": f"{one.same.share:.2%}", "KL": f"{one.divergence:.2g}",
+        "pages/step": "" if reading is None else f"{reading.per_step:.1f}",
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def longcontext(
     ] = None,
     length: Annotated[
         Optional[list[int]],  # noqa: UP045
-        typer.Option(min=256, help="Tokens of the text; may be repeated. Default: 1024, 4096."),
+        typer.Option(min=256, help="Tokens of the text; may be repeated. Default: 2048, 4096."),
     ] = None,
     mode: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -49,14 +49,19 @@ def longcontext(
         str, typer.Option(help="prose (from templates), noise (RULER's), or a file with text.")
     ] = "prose",
     window: Annotated[
-        int, typer.Option(min=64, help="offload, select: last tokens that stay on the device.")
-    ] = 1024,
+        int, typer.Option(min=64, help="But in exact: last tokens that stay on the device.")
+    ] = 256,
     sinks: Annotated[
-        int, typer.Option(min=64, help="offload, select: first tokens that stay there.")
+        int, typer.Option(min=64, help="But in exact: first tokens that stay there.")
     ] = 64,
     pages: Annotated[
-        int, typer.Option(min=1, help="select: most old pages that a step reads exactly, a layer.")
-    ] = 8,
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(
+            min=1,
+            help="select: most old pages that a step reads exactly, a layer; may be "
+            "repeated, for a curve. Default: 4, 16.",
+        ),
+    ] = None,
     mass: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="select: attention mass that they should hold.")
     ] = 0.98,
@@ -73,16 +78,16 @@ def longcontext(
     """Facts in noise, chains, tables, counting, and a chat's first turn: what is still known.
 
     Everything is generated from the seed. The text is a prompt; the question and its answer go
-    through the decode path token by token, as greedy decoding would have it. A checkpoint's own
-    limit on positions is lifted for the time. Exit codes: 0 measured, 1 the engine failed, 2 wrong
-    usage, 3 no such model, 4 a broken one.
+    through the decode path token by token, as greedy decoding would have it. A text is read once
+    for all its questions and all modes. A checkpoint's own limit on positions is lifted for the
+    time. Exit codes: 0 measured, 2 wrong usage, 3 no such model, 4 a broken one.
     """
     from expertmesh.deploy.eval.report import Wish, run_longcontext
 
     wish = Wish(
-        model=(model or BUNDLED).absolute(), tasks=task or [], lengths=length or [1024, 4096],
+        model=(model or BUNDLED).absolute(), tasks=task or [], lengths=length or [2048, 4096],
         modes=mode or ["exact", "select", "blind"], probes=probes, seed=seed, filler=filler,
-        window=window, sinks=sinks, pages=pages, mass=mass, codec=codec, out=out, threads=threads,
-        as_json=as_json,
+        window=window, sinks=sinks, pages=pages or [4, 16], mass=mass, codec=codec, out=out,
+        threads=threads, as_json=as_json,
     )  # fmt: skip
     run_command(run_longcontext, wish)

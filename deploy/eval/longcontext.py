@@ -1,66 +1,21 @@
 """Recall over long contexts, mode by mode, on the same questions (kv-state 3.10)."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
-from expertmesh.actors.attention.engine import Engine
-from expertmesh.actors.attention.messages import KvReport
-from expertmesh.actors.attention.settings import EngineSettings
-from expertmesh.actors.state.pages import pages_for
-from expertmesh.actors.state.settings import KvMode, StateSettings
-from expertmesh.deploy.eval.asking import Answer, Asker
-from expertmesh.deploy.eval.blind import Blind
+from expertmesh.deploy.eval.asking import Answer, Answers, Judged, Reading, ask
 from expertmesh.deploy.eval.cases import Case, Maker
+from expertmesh.deploy.eval.reading import Held, Mode, Reads
 from expertmesh.deploy.eval.statistics import Loss, Share
 from expertmesh.deploy.eval.subject import Subject
 from expertmesh.deploy.eval.tasks import make
 
-# What a probe, and the tokens of a chunk that is under way, may need beyond the text.
-SPARE_TOKENS = 512
-STEP_TOKENS = 1024
-SLOTS = 16
-FAR_SLOTS = 4  # where every sequence has its own pages
+ROOM_TOKENS = 512  # by which a text may be longer than it was meant to be
 BINS = 5
 # Below this there is little to lose: a mode is judged only where everything at hand gets so much.
 GATE = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """A way to keep old tokens. The first of several is what the others are compared with. blind:
-    nothing of old tokens is read at all (see Blind); kv_mode is exact then."""
-
-    name: str
-    kv_mode: KvMode = "exact"
-    state: StateSettings = field(default_factory=StateSettings)
-    blind: bool = False
-
-    @property
-    def watch(self) -> Callable[[Engine], None]:
-        """To be called after every step of the mode's engine, one object per engine."""
-        if self.blind:
-            return Blind(self.state.sink_tokens, self.state.window_tokens)
-        return lambda engine: None
-
-    def engine_settings(self, length: int) -> EngineSettings:
-        """Device pages for what the mode holds on the device, and few more."""
-        if self.kv_mode == "exact":
-            slots = SLOTS  # which share the text's pages and go on from them on their own
-            pages = pages_for(length + SPARE_TOKENS) + slots * pages_for(SPARE_TOKENS)
-        else:
-            slots = FAR_SLOTS
-            tokens = self.state.sink_tokens + self.state.window_tokens + STEP_TOKENS
-            pages = slots * (pages_for(tokens) + 2)
-        return EngineSettings(
-            pages=pages,
-            slots=slots,
-            step_tokens=STEP_TOKENS,
-            state=self.state.model_copy(
-                update={"kv_mode": self.kv_mode} | ({"host_bytes": 0} if self.blind else {})
-            ),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,126 +27,119 @@ class Plan:
     seed: int = 0
 
 
-class Reading(msgspec.Struct, frozen=True):
-    """How a mode read old tokens in one cell: sums and the largest bound over its probes."""
-
-    mode: str
-    bits: float
-    read_pages: int
-    estimated_pages: int
-    bound: float
-    bound_kind: str
-
-    @staticmethod
-    def of(reports: Sequence[KvReport]) -> "Reading | None":
-        if not reports:
-            return None
-        worst = max(reports, key=lambda one: one.bound)
-        return Reading(
-            worst.mode, worst.bits, sum(one.read_pages for one in reports),
-            sum(one.estimated_pages for one in reports), worst.bound, worst.bound_kind,
-        )  # fmt: skip
-
-
-class Cell(msgspec.Struct, frozen=True):
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One task at one length in one mode.
 
-    cases: texts; n of `recall` counts questions, several per text. judged: whether the first mode
-    reaches GATE here. loss: against the first mode, None for itself. same: judged tokens for which
-    greedy decoding gives the same as in the first mode. depths: right and n by fifths of the text.
-    nats: per judged token. divergence: mean of KL(first mode || this one) over the judged tokens,
-    in nats: it tells of changes long before an answer does.
+    texts: how many there were; n of `recall` counts questions, several per text. judged: whether
+    the first mode reaches GATE here. loss: against the first mode, None for itself. same: judged
+    tokens for which greedy decoding gives the same as in the first mode. depths: right and n by
+    fifths of the text. nats: per judged token. divergence: mean of KL(first mode || this one) over
+    the judged tokens, in nats: it tells of changes long before an answer does.
+
+    needs: of the questions that the first mode gets right and the blind one wrong, how many this
+    mode gets right; needs_tokens: of the judged tokens for which these two would give another, how
+    many this mode gives as the first does. None where there is no blind mode. share: device bytes
+    of a sequence that answers, over its latents in full.
     """
 
     task: str
     length: int
     mode: str
-    cases: int
+    reads: Reads
+    texts: int
     recall: Share
+    loss: Loss | None
+    judged: bool
+    needs: Share | None
+    needs_tokens: Share | None
+    same: Share
     nats: float
     divergence: float
-    judged: bool
-    loss: Loss | None
-    same: Share
     depths: list[tuple[int, int]]
-    cached_tokens: int
+    share: float
+    held: Held
     reading: Reading | None
 
 
 def evaluate(
     subject: Subject, maker: Maker, plan: Plan, told: Callable[[str], None] = lambda line: None
 ) -> list[Cell]:
-    """told: hears of each cell as it is done. Raises EngineEnded."""
-    cells: list[Cell] = []
+    """told: hears of each text, and of each cell as it is done."""
+    found: list[Cell] = []
     for length in plan.lengths:
         for task in plan.tasks:
-            first: list[Answer] | None = None
-            for mode in plan.modes:
-                answers = answer(subject, maker, mode, task, length, plan)
-                cells.append(cell(task, length, mode.name, answers, first or answers))
-                told(_line(cells[-1]))
-                first = first or answers
-    return cells
+            texts = _cases(maker, task, length, plan, told)
+            answered = ask(subject, texts, plan.modes, length + ROOM_TOKENS)
+            for one in cells(task, length, answered):
+                told(_line(one))
+                found.append(one)
+    return found
 
 
-def answer(
-    subject: Subject,
-    maker: Maker,
-    mode: Mode,
-    task: str,
-    length: int,
-    plan: Plan,
-    watch: Callable[[Engine], None] = lambda engine: None,
-) -> list[Answer]:
-    """At least plan.probes of them, from as many texts as that takes; the same for every mode.
-    watch: called after every step."""
-    own = mode.watch
-
-    with subject.engine(mode.engine_settings(length)) as engine:
-
-        def look() -> None:
-            own(engine)
-            watch(engine)
-
-        asker = Asker(engine, watch=look)
-        return list(asker.ask(_cases(maker, task, length, plan)))
-
-
-def _cases(maker: Maker, task: str, length: int, plan: Plan) -> Iterator[tuple[int, Case]]:
+def _cases(
+    maker: Maker, task: str, length: int, plan: Plan, told: Callable[[str], None]
+) -> Iterator[tuple[int, Case]]:
+    """Texts until at least plan.probes questions were asked."""
     number = asked = 0
     while asked < plan.probes:
         case = make(task, maker, length, number, plan.seed)
         yield number, case
         number, asked = number + 1, asked + len(case.probes)
+        told(f"{task} at {length}: text {number}, {asked} questions of {plan.probes}")
 
 
-def cell(task: str, length: int, mode: str, answers: list[Answer], first: list[Answer]) -> Cell:
-    """first: the answers of the mode that others are compared with."""
-    right = [one.verdict.right for one in answers]
-    full = [one.verdict.right for one in first]
-    pairs = [
-        pair
-        for one, other in zip(answers, first, strict=True)
-        for pair in zip(other.verdict.tokens, one.verdict.tokens, strict=True)
-    ]
-    same = sum(a.greedy == b.greedy for a, b in pairs)
-    divergence = sum(a.divergence(b) for a, b in pairs) / len(pairs)
-    depths = [(0, 0)] * BINS
-    for one in answers:
-        at = min(BINS - 1, int(one.probe.depth * BINS))
-        depths[at] = depths[at][0] + one.verdict.right, depths[at][1] + 1
+def cells(task: str, length: int, answered: Sequence[Answers]) -> list[Cell]:
+    """Of one task and length: what each mode answered to the same questions."""
+    first = answered[0].answers
+    blind = next((one.answers for one in answered if one.mode.reads == "blind"), None)
+    return [_cell(task, length, one, first, blind) for one in answered]
+
+
+def _cell(
+    task: str, length: int, own: Answers, first: list[Answer], blind: list[Answer] | None
+) -> Cell:
+    answers, full = own.answers, [one.right for one in first]
+    right, tokens = [one.right for one in answers], _tokens(answers)
+    same = [a.greedy == b.greedy for a, b in zip(_tokens(first), tokens, strict=True)]
+    needs = needs_tokens = None
+    if blind is not None:
+        other = [a.greedy != b.greedy for a, b in zip(_tokens(first), _tokens(blind), strict=True)]
+        lost = [a and not b.right for a, b in zip(full, blind, strict=True)]
+        needs, needs_tokens = _among(lost, right), _among(other, same)
     return Cell(
-        task, length, mode, len({one.case for one in answers}), Share.of(sum(right), len(right)),
-        sum(one.verdict.nats for one in answers) / len(pairs), divergence,
-        sum(full) >= GATE * len(full), None if first is answers else Loss.of(full, right),
-        Share.of(same, len(pairs)), depths,
-        sum(one.cached_tokens for one in answers),
-        Reading.of([one.kv for one in answers if one.kv is not None]),
+        task=task, length=length, mode=own.mode.name, reads=own.mode.reads,
+        texts=len({one.case for one in answers}), recall=Share.of(sum(right), len(right)),
+        loss=None if answers is first else Loss.of(full, right),
+        judged=sum(full) >= GATE * len(full), needs=needs, needs_tokens=needs_tokens,
+        same=Share.of(sum(same), len(same)), nats=sum(one.nats for one in tokens) / len(tokens),
+        divergence=sum(one.divergence for one in tokens) / len(tokens), depths=_depths(answers),
+        share=own.held.share, held=own.held, reading=own.reading,
     )  # fmt: skip
 
 
+def _tokens(answers: Sequence[Answer]) -> list[Judged]:
+    return [token for one in answers for token in one.tokens]
+
+
+def _among(chosen: list[bool], right: list[bool]) -> Share:
+    kept = [good for one, good in zip(chosen, right, strict=True) if one]
+    return Share.of(sum(kept), len(kept))
+
+
+def _depths(answers: Sequence[Answer]) -> list[tuple[int, int]]:
+    depths = [(0, 0)] * BINS
+    for one in answers:
+        at = min(BINS - 1, int(one.depth * BINS))
+        depths[at] = depths[at][0] + one.right, depths[at][1] + 1
+    return depths
+
+
 def _line(one: Cell) -> str:
-    loss = "" if one.loss is None else f", loses {one.loss.points:+.1f} points"
-    recall, same = one.recall, "" if one.loss is None else f", {one.same.share:.1%} the same"
-    nats = f", {one.nats:.3f} nats, {one.divergence:.4f} apart"
-    return f"{one.task} at {one.length}, {one.mode}: {recall.right}/{recall.n}{loss}{same}{nats}"
+    line = f"{one.task} at {one.length}, {one.mode}: {one.share:.1%} on the device"
+    line += f", {one.recall.right}/{one.recall.n}"
+    if one.loss is not None:
+        line += f", loses {one.loss.points:+.1f} points, {one.divergence:.2g} nats apart"
+    if one.needs is not None and one.needs_tokens is not None:
+        line += f", of those that need latents {one.needs.right}/{one.needs.n}"
+        line += f" ({one.needs_tokens.right}/{one.needs_tokens.n} tokens)"
+    return line

@@ -2,7 +2,7 @@
 name."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from expertmesh.deploy.eval.cases import Case, Maker, Probe
 from expertmesh.deploy.training import wordlists as words
@@ -16,7 +16,7 @@ FORMS = (
     ("Remember this: the key of {n} is", "What is the key of {n}?", "The key of {n} is"),
     ("The password for {n} is", "What is the password for {n}?", "The password for {n} is"),
 )  # fmt: skip
-ASKED = 8  # of a haystack of facts
+ASKED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,23 @@ def single(maker: Maker, rng: random.Random, length: int) -> Case:
 
 def multikey(maker: Maker, rng: random.Random, length: int) -> Case:
     """Three facts, each asked alone: the others are there to be mistaken for it."""
-    told = facts(rng, 3)
-    places = [(at + rng.random()) / 3 for at in range(3)]  # every depth alike
+    return _each_alone(maker, rng, length, facts(rng, 3))
+
+
+def _each_alone(maker: Maker, rng: random.Random, length: int, told: list[Fact]) -> Case:
+    count = len(told)
+    places = [(at + rng.random()) / count for at in range(count)]  # every depth alike
     ids, depths = maker.haystack(
         rng, length, [(place, fact.statement) for place, fact in zip(places, told, strict=True)]
     )
     return Case(tuple(ids), tuple(_ask(maker, [f], d) for f, d in zip(told, depths, strict=True)))
+
+
+def words_asked(maker: Maker, rng: random.Random, length: int) -> Case:
+    """Eight facts whose values are words, each asked alone. What a recurrent state keeps of so many
+    is less than of one, and of words less than of numbers."""
+    told = [replace(fact, value=rng.choice(words.NOUNS)) for fact in facts(rng, ASKED)]
+    return _each_alone(maker, rng, length, told)
 
 
 def multiquery(maker: Maker, rng: random.Random, length: int) -> Case:

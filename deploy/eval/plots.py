@@ -14,7 +14,7 @@ COLUMNS = 5
 
 def plot_recall(cells: Sequence[Cell], path: Path) -> None:
     """Share of right answers against length, a panel per task, a line per mode, Wilson bars."""
-    tasks, modes = _ordered(c.task for c in cells), _ordered(c.mode for c in cells)
+    tasks, modes = ordered(c.task for c in cells), ordered(c.mode for c in cells)
     figure, axes = panels(len(tasks))
     for task, axis in zip(tasks, axes, strict=False):
         for at, mode in enumerate(modes):
@@ -40,8 +40,8 @@ def plot_recall(cells: Sequence[Cell], path: Path) -> None:
 def plot_depths(cells: Sequence[Cell], path: Path) -> None:
     """Share of right answers by length and by where the answer stands, a panel per task and mode;
     numbers are right / asked."""
-    tasks = [t for t in _ordered(c.task for c in cells) if _deep(cells, t)]
-    modes = _ordered(c.mode for c in cells)
+    tasks = [t for t in ordered(c.task for c in cells) if _deep(cells, t)]
+    modes = ordered(c.mode for c in cells)
     if not tasks:
         return
     lengths = sorted({c.length for c in cells})
@@ -113,6 +113,6 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _ordered(names: Iterable[str]) -> list[str]:
+def ordered(names: Iterable[str]) -> list[str]:
     """Each once, in order of appearance."""
     return list(dict.fromkeys(names))

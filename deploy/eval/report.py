@@ -10,17 +10,18 @@ from pydantic import ValidationError
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.deploy.eval.cases import Maker
 from expertmesh.deploy.eval.console import progress_console, report_console, report_table
-from expertmesh.deploy.eval.driver import EngineEnded
 from expertmesh.deploy.eval.filler import Filler, Noise, Prose, Text
-from expertmesh.deploy.eval.longcontext import GATE, Cell, Mode, Plan, evaluate
+from expertmesh.deploy.eval.longcontext import GATE, ROOM_TOKENS, Cell, Plan, evaluate
+from expertmesh.deploy.eval.reading import Mode
+from expertmesh.deploy.eval.statistics import Share
 from expertmesh.deploy.eval.subject import Subject
-from expertmesh.deploy.eval.tasks import TASKS
+from expertmesh.deploy.eval.tasks import TASKS, check_tasks
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.deploy.preflight import check_folder
 
-ROOM_TOKENS = 1024  # for what stands after a text
 COLUMNS = (
-    "task", "tokens", "mode", "right", "95 %", "points lost", "same tokens", "nats/token", "KL",
+    "task", "tokens", "mode", "on device", "right", "95 %", "points lost", "need latents", "tokens",
+    "same", "KL",
 )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     filler: str
     window: int
     sinks: int
-    pages: int
+    pages: list[int]
     mass: float
     codec: str
     out: Path | None
@@ -50,14 +51,11 @@ def run_longcontext(wish: Wish) -> None:
     filler = _filler(wish.filler)
     check_folder(wish.model)
     torch.set_num_threads(wish.threads)
-    subject = Subject(wish.model, max(wish.lengths) + ROOM_TOKENS)
+    subject = Subject(wish.model, max(wish.lengths) + 2 * ROOM_TOKENS)
     console = progress_console()
-    try:
-        cells = evaluate(
-            subject, Maker(subject.tokenizer, filler), plan, lambda line: console.print(line)
-        )
-    except EngineEnded as error:
-        raise Refused(ExitCode.FAILED, str(error)) from None
+    cells = evaluate(
+        subject, Maker(subject.tokenizer, filler), plan, lambda line: console.print(line)
+    )
     report: dict[str, Any] = {
         "eval": "longcontext",
         "conditions": {
@@ -77,7 +75,9 @@ def run_longcontext(wish: Wish) -> None:
 
 
 def write(folder: Path, report: dict[str, Any], cells: list[Cell]) -> None:
-    """longcontext.json, and PNGs of depth against length and of recall against length."""
+    """longcontext.json, and PNGs: recall against length, depth against length, and what is known
+    against what stays resident."""
+    from expertmesh.deploy.eval.curves import plot_curves
     from expertmesh.deploy.eval.plots import plot_depths, plot_recall
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,29 +85,34 @@ def write(folder: Path, report: dict[str, Any], cells: list[Cell]) -> None:
     (folder / "longcontext.json").write_bytes(text + b"\n")
     plot_recall(cells, folder / "recall.png")
     plot_depths(cells, folder / "depths.png")
+    plot_curves(cells, folder / "curves.png")
 
 
 def _tasks(wish: Wish) -> list[str]:
-    for task in wish.tasks:
-        if task not in TASKS:
-            raise Refused(ExitCode.USAGE, f"no task {task!r}", f"there are {', '.join(TASKS)}")
+    check_tasks(wish.tasks)
     return wish.tasks or list(TASKS)
 
 
 def _modes(wish: Wish) -> list[Mode]:
+    """select once for each number of pages, the fewest first."""
+    known = {
+        "window_tokens": wish.window, "sink_tokens": wish.sinks, "select_mass": wish.mass,
+        "codec": wish.codec,
+    }  # fmt: skip
     try:
-        state = StateSettings.model_validate(
-            {
-                "window_tokens": wish.window, "sink_tokens": wish.sinks,
-                "select_pages": wish.pages, "select_mass": wish.mass, "codec": wish.codec,
-            }
-        )  # fmt: skip
-        return [
-            Mode(name, "exact", state, blind=True)
-            if name == "blind"
-            else Mode(name, StateSettings.model_validate({"kv_mode": name}).kv_mode, state)
-            for name in wish.modes
-        ]
+        modes = []
+        for name in wish.modes:
+            reads = "exact" if name == "blind" else name
+            for pages in sorted(wish.pages) if name == "select" else [max(wish.pages)]:
+                state = StateSettings.model_validate(
+                    known | {"kv_mode": reads, "select_pages": pages}
+                )
+                modes.append(
+                    Mode(f"select {pages}", "select", state)
+                    if name == "select"
+                    else Mode(name, "blind" if name == "blind" else state.kv_mode, state)
+                )
+        return modes
     except ValidationError as error:
         first = error.errors()[0]
         raise Refused(
@@ -129,15 +134,20 @@ def print_cells(cells: list[Cell]) -> None:
     for one in cells:
         recall, loss = one.recall, one.loss
         table.add_row(
-            one.task, str(one.length), one.mode, f"{recall.right}/{recall.n}",
+            one.task, str(one.length), one.mode, f"{one.share:.1%}", _of(recall),
             f"{recall.low:.0%}-{recall.high:.0%}",
             "" if loss is None else f"{loss.points:+.1f} ({loss.low:+.1f} to {loss.high:+.1f})",
-            "" if loss is None else f"{one.same.share:.1%}", f"{one.nats:.3f}",
-            "" if loss is None else f"{one.divergence:.4f}",
-            style=None if one.judged else "dim",
+            _of(one.needs), _of(one.needs_tokens),
+            "" if loss is None else f"{one.same.share:.1%}",
+            "" if loss is None else f"{one.divergence:.2g}", style=None if one.judged else "dim",
         )  # fmt: skip
     console.print(table)
     console.print(
-        f"dim: the first mode gets less than {GATE:.0%}, so a loss says little; questions about "
-        "one text count apart"
+        "need latents: questions that the first mode gets right and the blind one wrong, tokens "
+        "that the two would give differently; as the first mode, of how many. "
+        f"dim: the first mode gets less than {GATE:.0%}. Questions about one text count apart"
     )
+
+
+def _of(share: Share | None) -> str:
+    return "" if share is None else f"{share.right}/{share.n}"

@@ -7,17 +7,22 @@ from pathlib import Path
 from random import Random
 
 import torch
+from torch import Tensor
 
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.base import LocalExchange
 from expertmesh.actors.experts.bank import ExpertBank
+from expertmesh.actors.model.batch import Batch
 from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.model import Model
 from expertmesh.actors.model.tokenizer import Tokenizer
-from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
+from expertmesh.actors.state.model_state import ModelState, bytes_per_page, bytes_per_slot
+from expertmesh.actors.state.offload.context import Offload
+from expertmesh.actors.state.offload.opening import offload_of
 from expertmesh.actors.state.opening import open_tiers
+from expertmesh.actors.state.settings import StateSettings
 from expertmesh.deploy.exit_codes import ExitCode, Refused
 from expertmesh.kernels.registry import load_kernels
 
@@ -54,6 +59,24 @@ class Subject:
     def slot_bytes(self) -> int:
         """Of one sequence's KDA state, and of a snapshot."""
         return bytes_per_slot(self.config, self._model.dtype)
+
+    @property
+    def mla_layers(self) -> int:
+        return self.config.num_layers - len(self.config.kda_layers)
+
+    def offload(self, settings: StateSettings) -> Offload:
+        """What contexts of these settings share. Raises Refused for a model without MLA layers."""
+        offload = offload_of(self._model, settings)
+        if offload is None:
+            raise Refused(ExitCode.USAGE, "the model has no latents: there is nothing to keep")
+        return offload
+
+    def new_state(self, pages: int, slots: int) -> ModelState:
+        return self._model.new_state(pages, slots)
+
+    def forward(self, batch: Batch, state: ModelState) -> Tensor:
+        """One step. Writes the state of every span; returns logits fp32 [R, V]."""
+        return self._model.forward(batch, state, self._exchange)
 
     def random_prompt(self, seed: str, tokens: int) -> list[int]:
         """Text tokens that mean nothing; times and sizes do not depend on them."""

@@ -5,12 +5,14 @@ from random import Random
 
 from expertmesh.deploy.eval import needles, tables, wholes
 from expertmesh.deploy.eval.cases import Case, Maker
+from expertmesh.deploy.exit_codes import ExitCode, Refused
 
 Task = Callable[[Maker, Random, int], Case]
 
 TASKS: dict[str, Task] = {
     "single": needles.single,
     "multikey": needles.multikey,
+    "words": needles.words_asked,
     "multiquery": needles.multiquery,
     "multivalue": needles.multivalue,
     "distractors": needles.distractors,
@@ -20,6 +22,13 @@ TASKS: dict[str, Task] = {
     "kept": wholes.kept,
     "returning": wholes.returning,
 }
+
+
+def check_tasks(names: list[str]) -> None:
+    """Raises Refused for one that there is not."""
+    for name in names:
+        if name not in TASKS:
+            raise Refused(ExitCode.USAGE, f"no task {name!r}", f"there are {', '.join(TASKS)}")
 
 
 def make(task: str, maker: Maker, length: int, number: int, seed: int) -> Case:

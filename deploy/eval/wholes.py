@@ -10,7 +10,7 @@ from expertmesh.deploy.training import wordlists as words
 
 ZETA = 2.0
 VOCABULARY = 12
-PASSAGE = 32
+PASSAGES, PASSAGE, GIVEN = 4, 16, 4  # how many; words of each, and of it in the question
 TURNS_TOKENS = 100  # of a chat, besides its long text
 
 
@@ -53,11 +53,15 @@ def kept(maker: Maker, rng: random.Random, length: int) -> Case:
 
 
 def returning(maker: Maker, rng: random.Random, length: int) -> Case:
-    """A passage of random words somewhere in the text, then its first words again: the rest is
-    judged by its nats more than by its greedy match."""
+    """Passages of random words somewhere in the text, then the first words of one again: the rest
+    is judged by its tokens more than by all of them together."""
     pool = words.NOUNS + words.ADJECTIVES
-    passage = [rng.choice(pool) for _ in range(PASSAGE)]
-    ids, (depth,) = maker.haystack(rng, length, [(rng.random(), f"Copy this: {' '.join(passage)}")])
-    writer = maker.writer().text("\n\nCopy: ", " ".join(passage[:4]))
-    writer.answer(f" {' '.join(passage[4:])}")
-    return Case(tuple(ids), (writer.probe(depth),))
+    passages = [[rng.choice(pool) for _ in range(PASSAGE)] for _ in range(PASSAGES)]
+    ids, depths = maker.haystack(
+        rng, length, [(rng.random(), f"Copy this: {' '.join(passage)}") for passage in passages]
+    )
+    probes = []
+    for passage, depth in zip(passages, depths, strict=True):
+        writer = maker.writer().text("\n\nCopy: ", " ".join(passage[:GIVEN]))
+        probes.append(writer.answer(f" {' '.join(passage[GIVEN:])}").probe(depth))
+    return Case(tuple(ids), tuple(probes))

@@ -10,10 +10,10 @@ from typer.testing import CliRunner, Result
 from expertmesh.deploy.bench import tiers_memory, tiers_report
 from expertmesh.deploy.bench.codec_errors import Errors
 from expertmesh.deploy.bench.codecs import Row
-from expertmesh.deploy.bench.tiers_hits import hits
+from expertmesh.deploy.bench.tiers_hits import hits, slower
 from expertmesh.deploy.bench.tiers_load import SYSTEMS, Work, loads
 from expertmesh.deploy.bench.tiers_memory import measure
-from expertmesh.deploy.bench.tiers_recall import recall
+from expertmesh.deploy.bench.tiers_recall import PAGES, recall
 from expertmesh.deploy.bench.tiers_report import PARTS, Measured
 from expertmesh.deploy.cli import app
 from expertmesh.deploy.eval.cases import Maker
@@ -50,8 +50,8 @@ def measured(
     return Measured(
         memory=memory,
         load=loads(subject, work, folder / "load"),
-        hits=hits(subject, [192], 1, folder / "hits"),
-        recall=recall(subject, maker, [512], 1, settings=[(64, 4, "raw")], tasks=["single"]),
+        hits=hits(subject, [192], 2, folder / "hits", cold_trials=1),
+        recall=recall(subject, maker, [512], 1, tasks=["single"], window=64),
         codecs=[row("raw", 32.0, 0.0), row("int8", 8.3, 1e-5), row("int4", 4.3, 4e-3)],
     )
 
@@ -76,11 +76,19 @@ def test_a_hit_comes_from_its_tier_and_says_the_same(measured: Measured) -> None
     found = {one.tier: one for one in measured.hits}
     assert list(found) == ["hot", "host", "disk"]
     for one in found.values():
-        assert one.same_token and one.ratio > 0 and one.cpu_ratio > 0
+        assert (one.trials, one.cold_trials) == (2, 1)
+        assert one.same_token and one.ratio > 0 and one.cpu_ratio > 0 and one.slower in (0, 0.5, 1)
+        assert one.median_s <= one.p99_s and one.recompute_s == one.recompute_p99_s
         assert one.cached_tokens in (0, 128)  # on a busy machine computing may look sooner
     assert found["hot"].cached_tokens == 128 and found["hot"].read_bytes == 0
     for tier in ("host", "disk"):
         assert (found[tier].read_bytes > 0) == (found[tier].cached_tokens > 0)
+
+
+def test_how_often_a_hit_takes_longer_is_counted_over_all_pairs() -> None:
+    assert slower([1.0, 2.0], [3.0, 3.0, 4.0]) == 0
+    assert slower([1.0, 2.0], [2.0]) == 0.25
+    assert slower([5.0], [1.0, 9.0]) == 0.5
 
 
 def test_every_system_answers_the_same_requests(measured: Measured) -> None:
@@ -103,11 +111,12 @@ def test_old_pages_leave_the_device_and_are_accounted_for_on_the_host(
 
 
 def test_recall_is_given_with_its_control(measured: Measured) -> None:
-    full, blind, near = measured.recall
-    assert full.share == 1 and full.cell.divergence == 0
-    assert blind.cell.mode == "blind 64" and blind.cell.divergence > 0
+    full, blind, *near = measured.recall
+    assert full.share == 1 and full.divergence == 0
+    assert blind.mode == "blind" and blind.divergence > 0 and blind.share < 0.5
     # So short a text does not leave the device: all is read, and it is the same to the last bit.
-    assert near.cell.mode == "select 64+4 raw" and near.cell.divergence == 0
+    assert [one.mode for one in near] == [f"select {pages}" for pages in PAGES]
+    assert all(one.divergence == 0 for one in near)
 
 
 def test_every_part_has_its_table_and_its_plot(
@@ -147,6 +156,21 @@ def test_what_has_been_measured_outlives_a_part_that_fails(
     assert done.exit_code == 1 and "no more" in done.output
     report = json.loads((tmp_path / "tiers.json").read_text())
     assert len(report["memory"]) == len(measured.memory) and report["hits"] == []
+
+
+def test_lengths_are_computed_again_as_often_as_is_wished_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def counted(subject: object, *rest: object) -> list[object]:
+        asked.append((rest[1], rest[-1]))
+        return []
+
+    monkeypatch.setattr(tiers_report, "hits", counted)
+    for more in ([], ["--cold-trials", "5"]):
+        assert run(checkpoint, "--part", "hits", "--trials", "200", *more).exit_code == 0
+    assert asked == [(200, 200), (200, 5)]
 
 
 def test_parts_are_known_by_name(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from expertmesh.deploy.eval.tasks import TASKS, make
 from expertmesh.deploy.training import wordlists as words
 
 LENGTH = 1024
-NEEDLES = ("single", "multikey", "multiquery", "multivalue", "distractors")
+NEEDLES = ("single", "multikey", "words", "multiquery", "multivalue", "distractors")
 
 
 def answers(maker: Maker, probe: Probe) -> list[str]:
@@ -114,6 +114,16 @@ def test_what_a_chat_must_keep_is_said_in_its_first_turn(maker: Maker) -> None:
     (value,) = answers(maker, case.probes[0])
     assert f" is{value}." in maker.tokenizer.decode(case.context[:60])
     assert value not in maker.tokenizer.decode(case.context[80:])
+
+
+def test_passages_return_with_their_first_words(maker: Maker) -> None:
+    case = make("returning", maker, LENGTH, 0, 0)
+    text = maker.tokenizer.decode(case.context)
+    assert len(case.probes) == text.count("Copy this: ") == 4
+    for probe in case.probes:
+        passage = maker.tokenizer.decode(probe.ids).partition("Copy: ")[2]
+        assert len(passage.split()) == 16 and f"Copy this: {passage}\n" in text
+        assert len(answers(maker, probe)[0].split()) == 12
 
 
 def test_filler_names_nobody_whom_a_fact_could_be_about() -> None:
