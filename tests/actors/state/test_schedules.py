@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.state_below import Memory, Tiers
 from tests.support.state_model import small_model
 from tests.support.state_oracle import Oracle
-from tests.support.state_schedules import World
+from tests.support.state_schedules import Asked, Mismatch, World
 
 # A bench runs a hundred thousand: python -m tests.bench state_schedules.
 SCHEDULES = 12
@@ -44,3 +45,14 @@ def test_nor_with_routed_experts() -> None:
     for number in range(10):
         world.schedule(number)
     assert world.counts.cached_tokens
+
+
+def test_an_heir_may_begin_within_its_answer_and_others_only_on_the_grid(oracle: Oracle) -> None:
+    world = World(0, small_model(), oracle, Memory(0))
+    made = msgspec.structs.replace(world._request(), prompt_ids=[1] * 191, session="", kv_mode="")
+    heir = Asked(msgspec.structs.replace(made, resume_ids=[2] * 3), 0, known=[2] * 3, cached=191)
+    (path,) = world._paths(heir)
+    assert [piece.tokens for piece in path] == [(1,) * 191]
+    for strange in (Asked(made, 0, cached=191), Asked(made, 0, known=[2] * 3, cached=190)):
+        with pytest.raises(Mismatch, match="nobody's state"):
+            world._paths(strange)
