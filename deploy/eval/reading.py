@@ -109,4 +109,5 @@ class Near:
         return (weights_HK @ rows_KC[:, : self._rank]).to(q_HC.dtype)
 
     def gather(self, layer: int, cache: Tensor, pages: list[int], length: int) -> Tensor:
-        raise NotImplementedError("only what is decoded can do without old pages")
+        """Raises LookupError: a prompt piece reads every row, and old ones are not there."""
+        raise LookupError("a prompt cannot do without old pages")

@@ -12,7 +12,7 @@ from expertmesh.actors.state.settings import StateSettings
 from expertmesh.deploy.eval.asking import Answer, ask
 from expertmesh.deploy.eval.cases import Case, Maker, Probe
 from expertmesh.deploy.eval.fork import WIDTH, Fork
-from expertmesh.deploy.eval.reading import Mode
+from expertmesh.deploy.eval.reading import Mode, Near
 from expertmesh.deploy.eval.subject import Subject
 from expertmesh.deploy.eval.tasks import make
 
@@ -115,6 +115,8 @@ def test_nothing_old_is_read_by_what_is_blind(subject: Subject, text: list[int])
     assert torch.equal(*said)
     (exact,) = fork.ask([probe], fork.reader(EXACT))
     assert not torch.equal(exact, said[0])
+    with pytest.raises(LookupError, match="old pages"):
+        Near(rank=8).gather(0, fork.latents[0], [0], 64)
 
 
 def test_what_there_is_no_room_for_is_refused(subject: Subject, text: list[int]) -> None:
