@@ -101,8 +101,10 @@ def tiers(
     ] = None,
     task: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(help="recall: of those in deploy/eval/README.md; may be repeated. Default: "
-                     "words, multikey, returning."),
+        typer.Option(
+            help="recall: of those in deploy/eval/README.md; may be repeated. Default: "
+            "words, multikey, returning."
+        ),
     ] = None,
     probes: Annotated[
         int, typer.Option(min=1, help="recall: questions per task, length and setting.")
