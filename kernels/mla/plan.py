@@ -28,6 +28,16 @@ def valid_bias() -> Tensor:
         return torch.zeros(PAGE + 1, PAGE).masked_fill_(behind, float("-inf"))
 
 
+def context_rows(pages_N: Tensor, length: int) -> Tensor:
+    """Cache rows of a context's pages, in order, int64 [n * 64]: of those that `length` tokens
+    reach. Places behind the last token repeat it."""
+    pages = (length + PAGE - 1) // PAGE
+    rows_NP = (pages_N[:pages] * PAGE).unsqueeze(1) + torch.arange(PAGE, device=pages_N.device)
+    used = length - (pages - 1) * PAGE
+    rows_NP[-1, used:] = rows_NP[-1, used - 1]
+    return rows_NP.flatten()
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """N pages of B rows, the pages of a row adjacent and in order."""

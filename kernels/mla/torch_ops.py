@@ -5,7 +5,7 @@ The equations are in `reference.py`.
 Cache [P * 64, R + r]: one row per token, latent then the shared (never rotated) key part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from expertmesh.kernels.elementwise import sigmoid
 from expertmesh.kernels.linear.torch_ops import MIN_ROWS
-from expertmesh.kernels.mla.plan import DecodePlan, plan_decode, row_offsets
+from expertmesh.kernels.mla.absorbed import prefill_absorbed
+from expertmesh.kernels.mla.plan import DecodePlan, context_rows, plan_decode
 from expertmesh.kernels.mla.types import PAGE, MlaSpan
 
 GROUP_BYTES = 1 << 20  # pages gathered at a time: stays in cache, reuses the same memory
@@ -99,41 +100,54 @@ def mla_prefill(
     spans: Sequence[MlaSpan],
     scale: float,
 ) -> Tensor:
-    """Causal attention of every span over its whole context in the expanded form.
+    """Causal attention of every span over its whole context.
+
+    In the expanded form, which is the faster one for many rows; from a span's tail on in the
+    absorbed form, which is for few: what is expanded serves all rows of a span, however few they
+    are, and after a prefix hit that would be nearly all of the work.
 
     Returns [T, H, v] in q's dtype, zero outside the spans. On a CPU a query at position p always
     sees a masked key extent of ceil((p + 1) / 64) * 64, so its bits do not depend on how the prompt
     was cut. On a GPU torch's attention cuts the keys as it likes.
     """
-    attend = _prefill_span if cache.device.type == "cpu" else _prefill_span_fused
     tokens, heads, _ = q_nope_THd.shape
     out_THv = q_nope_THd.new_zeros(tokens, heads, w_v_HvR.shape[1])
     for span in spans:
-        if span.row_end > span.row_begin:
-            rows = slice(span.row_begin, span.row_end)
-            q_THc = torch.cat((q_nope_THd[rows], q_rope_THr[rows]), dim=-1)
-            out_THv[rows] = attend(q_THc, cache, w_k_HdR, w_v_HvR, span, scale)
+        for attend, part in _by_form(span, on_cpu=cache.device.type == "cpu"):
+            rows = slice(part.row_begin, part.row_end)
+            q = q_nope_THd[rows], q_rope_THr[rows]
+            out_THv[rows] = attend(*q, cache, w_k_HdR, w_v_HvR, part, scale)
     return out_THv
 
 
+def _by_form(span: MlaSpan, on_cpu: bool) -> list[tuple[Callable[..., Tensor], MlaSpan]]:
+    """The parts of a span that have rows, each with what computes it."""
+    tail = span.row_begin + max(0, span.tail - span.position)
+    cut = min(tail, span.row_end)
+    below = span._replace(row_end=cut)
+    behind = span._replace(row_begin=cut, position=span.position + cut - span.row_begin)
+    forms = (_prefill_span if on_cpu else _prefill_span_fused, below), (prefill_absorbed, behind)
+    return [(attend, part) for attend, part in forms if part.row_begin < part.row_end]
+
+
 def _prefill_span(
-    q_THc: Tensor, cache: Tensor, w_k_HdR: Tensor, w_v_HvR: Tensor, span: MlaSpan, scale: float
+    q_nope_THd: Tensor,
+    q_rope_THr: Tensor,
+    cache: Tensor,
+    w_k_HdR: Tensor,
+    w_v_HvR: Tensor,
+    span: MlaSpan,
+    scale: float,
 ) -> Tensor:
     """One span: expand keys and values of its context, then one block of 64 positions at a time."""
-    tokens, heads, _ = q_THc.shape
-    rank, nope, value = w_k_HdR.shape[2], w_k_HdR.shape[1], w_v_HvR.shape[1]
+    tokens, heads, _ = q_nope_THd.shape
+    rank, value = w_k_HdR.shape[2], w_v_HvR.shape[1]
     end = span.position + tokens
-    pages = span.pages[: (end + PAGE - 1) // PAGE]
-    valid = (end - torch.arange(pages.numel()) * PAGE).clamp_(max=PAGE)
-    rows_NP = row_offsets().index_select(0, valid) + (pages * PAGE).unsqueeze(1)
-    kv_LC = cache.index_select(0, rows_NP.flatten())
-    latent_LR, rope_Lr = kv_LC[:, :rank], kv_LC[:, rank:]
-    k_LHd = (latent_LR @ w_k_HdR.reshape(-1, rank).t()).view(-1, heads, nope)
-    v_HLv = (latent_LR @ w_v_HvR.reshape(-1, rank).t()).view(-1, heads, value).transpose(0, 1)
-    shared_LHr = rope_Lr.unsqueeze(1).expand(-1, heads, -1)
-    k_HcL = torch.cat((k_LHd, shared_LHr), dim=-1).permute(1, 2, 0)
-    q_HTc = torch.mul(q_THc, scale).transpose(0, 1)
-    out_HTv = q_THc.new_empty(heads, tokens, value)
+    kv_LC = cache.index_select(0, context_rows(span.pages, end))
+    k_HcL = _expand_keys(kv_LC, w_k_HdR)
+    v_HLv = (kv_LC[:, :rank] @ w_v_HvR.reshape(-1, rank).t()).view(-1, heads, value).transpose(0, 1)
+    q_HTc = torch.cat((q_nope_THd, q_rope_THr), dim=-1).mul_(scale).transpose(0, 1)
+    out_HTv = q_nope_THd.new_empty(heads, tokens, value)
     begin = span.position
     while begin < end:
         extent = (begin // PAGE + 1) * PAGE
@@ -154,17 +168,34 @@ def _prefill_span(
     return out_HTv.transpose(0, 1)
 
 
+def _expand_keys(kv_LC: Tensor, w_k_HdR: Tensor) -> Tensor:
+    """Keys of all heads, [H, d + r, L]. Products go where they stay: to join them with the shared
+    part would move all of them once more."""
+    heads, nope, rank = w_k_HdR.shape
+    k_HLc = kv_LC.new_empty(heads, kv_LC.shape[0], nope + kv_LC.shape[1] - rank)
+    latent_LR = kv_LC[:, :rank]
+    for k_Lc, w_k_dR in zip(k_HLc, w_k_HdR, strict=True):
+        torch.mm(latent_LR, w_k_dR.t(), out=k_Lc[:, :nope])
+    k_HLc[:, :, nope:] = kv_LC[:, rank:]
+    return k_HLc.transpose(1, 2)
+
+
 def _prefill_span_fused(
-    q_THc: Tensor, cache: Tensor, w_k_HdR: Tensor, w_v_HvR: Tensor, span: MlaSpan, scale: float
+    q_nope_THd: Tensor,
+    q_rope_THr: Tensor,
+    cache: Tensor,
+    w_k_HdR: Tensor,
+    w_v_HvR: Tensor,
+    span: MlaSpan,
+    scale: float,
 ) -> Tensor:
     """One span with torch's fused attention, a few heads at a time: keys and values of all heads
     would be 85 times as large as the latents they come from."""
+    q_THc = torch.cat((q_nope_THd, q_rope_THr), dim=-1)
     tokens, heads, width = q_THc.shape
     end, rank = span.position + tokens, w_k_HdR.shape[2]
     value = w_v_HvR.shape[1]
-    place_L = torch.arange(end, device=cache.device)
-    pages = span.pages.to(cache.device)
-    kv_LC = cache.index_select(0, pages[place_L // PAGE] * PAGE + place_L % PAGE)
+    kv_LC = cache.index_select(0, context_rows(span.pages.to(cache.device), end)[:end])
     latent_LR, rope_L1r = kv_LC[:, :rank], kv_LC[:, rank:].unsqueeze(1)
     # The fused kernels want values as wide as keys: zeros, appended where latents are expanded.
     w_v_HcR = F.pad(w_v_HvR, (0, 0, 0, max(0, width - value)))

@@ -123,7 +123,7 @@ def mla_prefill(args: Args, result: Tensor, _: Args) -> list[Claim]:
     q_nope, q_rope, cache, w_k, w_v, spans, scale = args
     tokens, heads, _ = q_nope.shape
     exact = torch.zeros(tokens, heads, w_v.shape[1], dtype=torch.float64, device=cache.device)
-    for begin, end, position, pages in spans:
+    for begin, end, position, pages, _ in spans:
         latent, rope = _context(cache, pages, position + end - begin).split_with_sizes(
             [w_k.shape[2], cache.shape[1] - w_k.shape[2]], dim=1
         )

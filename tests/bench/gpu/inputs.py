@@ -137,7 +137,7 @@ def _mla_prefill(make: Make, dtype: torch.dtype) -> Args:
     heads, rank, rope, nope, value, pages = 3, 64, 16, 32, 32, 5
     spans = [
         MlaSpan(0, 3, 66, make.of([3, 1])),
-        MlaSpan(3, 70, 0, make.of([2, 4])),
+        MlaSpan(3, 70, 0, make.of([2, 4]), PAGE),
     ]
     return (
         make.randn(70, heads, nope, dtype=dtype),
