@@ -8,7 +8,7 @@ import torch
 
 from expertmesh.actors.attention.scheduler import Plan
 from expertmesh.actors.attention.sequence import Sequence
-from expertmesh.actors.model.batch import Batch, Span
+from expertmesh.actors.model.batch import Batch, Span, prompt_tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,9 @@ def build_step(plan: Plan, saves: Saves) -> Step:
         row, begin, end = len(tokens), seq.computed, seq.chunk_end
         tokens += seq.tokens[begin:end]
         left = saves(seq, begin, end)
+        tail = prompt_tail(seq.prompt_len)
         spans.append(
-            Span(seq.slot, row, end - begin, begin, seq.pages, False, left, context=seq.context)
+            Span(seq.slot, row, end - begin, begin, seq.pages, False, left, seq.context, tail)
         )
         owners.append((seq, row, row + end - begin))
         routing |= seq.params.want_routed_experts

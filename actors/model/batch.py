@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertmesh.kernels.mla.types import MlaSpan
+from expertmesh.kernels.mla.types import NO_TAIL, MlaSpan
 
 PAGE_TOKENS = 64
 NO_SLOT = -1
@@ -42,6 +42,16 @@ class Context(Protocol):
         ...
 
 
+def prompt_tail(length: int) -> int:
+    """Where the last, incomplete page of a prompt of `length` tokens begins: a Span's `tail`.
+
+    What the cache shares of a prompt is whole pages, so a hit leaves at least the tokens behind
+    this position to compute, and at least these take the form that is fast for few. Not the rows
+    that are in fact left: whether a prompt hits, and how it is cut, must not be seen in its bits.
+    """
+    return length // PAGE_TOKENS * PAGE_TOKENS
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive tokens of one sequence in this step.
@@ -51,7 +61,7 @@ class Span:
     to cover position + length tokens. decode: a single generated token. saves: (position, snapshot
     slot) in ascending order: what the state is there, behind position and on the 64-token grid, is
     copied to that snapshot while the span is computed; prompt spans only. context: where pages are
-    NO_PAGE, who has them.
+    NO_PAGE, who has them. tail: prompt_tail of the whole prompt, whichever part of it this is.
     """
 
     slot: int
@@ -62,6 +72,7 @@ class Span:
     decode: bool
     saves: tuple[tuple[int, int], ...] = ()
     context: Context | None = None
+    tail: int = NO_TAIL
 
     def cache_rows(self) -> np.ndarray:
         """Rows of the flat latent cache these tokens are written to, int64 [length]."""
@@ -217,13 +228,15 @@ class Words:
             logit_rows,
             *kda_pieces(prefill),
             [
-                MlaSpan(s.row, s.row + s.length, s.position, listed)
+                MlaSpan(s.row, s.row + s.length, s.position, listed, s.tail)
                 for s, listed in zip(
                     (span for span in prefill if span.context is None), pages, strict=True
                 )
             ],
             [
-                ContextRows(s.row, s.row + s.length, s.position, s.pages, s.context, s.decode)
+                ContextRows(
+                    s.row, s.row + s.length, s.position, s.pages, s.context, s.decode, s.tail
+                )
                 for s in spans
                 if s.context is not None
             ],
@@ -232,7 +245,7 @@ class Words:
 
 class ContextRows(NamedTuple):
     """Rows [begin, end) of the batch, at positions position, position + 1, ..., whose old pages a
-    Context has."""
+    Context has. tail: see Span."""
 
     begin: int
     end: int
@@ -240,6 +253,7 @@ class ContextRows(NamedTuple):
     pages: list[int]
     context: Context
     decode: bool
+    tail: int
 
     @property
     def length(self) -> int:

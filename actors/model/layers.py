@@ -176,7 +176,7 @@ class Mla:
         """A prompt piece over a context that is gathered for it. -> [T, H, v]."""
         gathered = own.context.gather(layer, cache, own.pages, own.length)
         pages = torch.arange(gathered.shape[0] // PAGE_TOKENS, device=cache.device)
-        span = MlaSpan(0, own.end - own.begin, own.position, pages)
+        span = MlaSpan(0, own.end - own.begin, own.position, pages, own.tail)
         return self.kernels.mla_prefill(
             q_n, q_r, gathered, self.w_k_HdR, self.w_v_HvR, [span], self.scale
         )

@@ -17,7 +17,7 @@ from expertmesh.actors.model.batch import PAGE_TOKENS
 
 KEY_BYTES = 32
 # Part of every root: raise it when the meaning of stored bytes changes.
-FORMAT = b"expertmesh-state-1"
+FORMAT = b"expertmesh-state-2"
 
 
 def root_key(fingerprint: bytes, tenant: str = "", mode: str = "exact") -> bytes:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expertmesh.actors.model.batch import NO_PAGE, PAGE_TOKENS, Batch, Span
+from expertmesh.actors.model.batch import NO_PAGE, PAGE_TOKENS, Batch, Span, prompt_tail
 from expertmesh.actors.state.model_state import ModelState
 from expertmesh.actors.state.offload.context import Mode, Offload, OffloadedContext
+from expertmesh.kernels.mla.types import NO_TAIL
 from tests.support.runner import Runner
 
 
@@ -22,6 +23,7 @@ class LongText:
         self.pages: list[int] = []
         self.free = list(range(runner.state.pages))
         self.length = self.most = 0
+        self.tail = NO_TAIL
         runner.state.zero_slot(0)
 
     @property
@@ -34,7 +36,10 @@ class LongText:
         while len(self.pages) * PAGE_TOKENS < end:
             self.pages.append(self.free.pop())
         self.most = max(self.most, sum(page != NO_PAGE for page in self.pages))
-        span = Span(0, 0, len(ids), self.length, list(self.pages), decode, context=self.context)
+        span = Span(
+            0, 0, len(ids), self.length, list(self.pages), decode,
+            context=self.context, tail=self.tail,
+        )  # fmt: skip
         batch = Batch(torch.tensor(ids), [span], torch.tensor([len(ids) - 1]))
         logits = self.runner.model.forward(batch, self.state, self.runner.exchange)
         self.length = end
@@ -46,6 +51,7 @@ class LongText:
 
     def prompt(self, ids: Sequence[int]) -> Tensor:
         """Ends on the grid but for the last piece."""
+        self.tail = prompt_tail(self.length + len(ids))
         rows = [
             self.step(ids[i : i + self.chunk], decode=False) for i in range(0, len(ids), self.chunk)
         ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from expertmesh.actors.exchange.base import Exchange, LocalExchange
 from expertmesh.actors.experts.bank import ExpertBank
-from expertmesh.actors.model.batch import PAGE_TOKENS, Batch, Span
+from expertmesh.actors.model.batch import PAGE_TOKENS, Batch, Span, prompt_tail
 from expertmesh.actors.model.checkpoint import Checkpoint
 from expertmesh.actors.model.config import load_config
 from expertmesh.actors.model.model import Model, RoutingTrace
@@ -65,15 +65,16 @@ class Runner:
         trace: RoutingTrace | None = None,
         *,
         ping_pong: bool = False,
+        prompt: int | None = None,
     ) -> Tensor:
-        """work: (slot, token ids, is decode), decodes first. Logits of every row, fp32 [T, V]."""
+        """work: (slot, token ids, is decode), decodes first. prompt: length of the prompt that a
+        piece is of; without it each is the last of one. Logits of every row, fp32 [T, V]."""
         spans, ids = [], []
         for slot, tokens, decode in work:
             start = self.length[slot]
             needed = -(-(start + len(tokens)) // PAGE_TOKENS)
-            spans.append(
-                Span(slot, len(ids), len(tokens), start, self.pages[slot][:needed], decode)
-            )
+            pages, tail = self.pages[slot][:needed], prompt_tail(prompt or start + len(tokens))
+            spans.append(Span(slot, len(ids), len(tokens), start, pages, decode, tail=tail))
             ids += tokens
             self.length[slot] += len(tokens)
         batch = Batch(torch.tensor(ids), spans, torch.arange(len(ids)))
@@ -81,7 +82,11 @@ class Runner:
 
     def prefill(self, slot: int, ids: list[int], chunk: int = 1 << 30) -> Tensor:
         """Logits of every prompt row, prefilled in pieces of `chunk` tokens."""
-        rows = [self.step([(slot, ids[i : i + chunk], False)]) for i in range(0, len(ids), chunk)]
+        end = self.length[slot] + len(ids)
+        rows = [
+            self.step([(slot, ids[i : i + chunk], False)], prompt=end)
+            for i in range(0, len(ids), chunk)
+        ]
         return torch.cat(rows)
 
     def greedy(self, slot: int, last_logits_V: Tensor, count: int) -> list[int]:

@@ -16,8 +16,9 @@ from xxhash import xxh3_64_intdigest
 from expertmesh.actors.attention.masks import Masks
 from expertmesh.actors.attention.sampler import Sampled, Sampler
 from expertmesh.actors.attention.sequence import Sequence
-from expertmesh.actors.model.batch import Batch, Span
+from expertmesh.actors.model.batch import Batch, Span, prompt_tail
 from expertmesh.actors.state.pages import pages_for
+from expertmesh.kernels.mla.types import NO_TAIL
 from tests.support.runner import Runner
 
 Path = Literal["prompt", "answer"]
@@ -97,7 +98,8 @@ class _Text:
 
     def add(self, tokens: Tokens[int], *, decode: bool) -> Row:
         """The row behind the last of them."""
-        span = Span(0, 0, len(tokens), self._at, self._pages, decode)
+        tail = NO_TAIL if decode else prompt_tail(self._at + len(tokens))
+        span = Span(0, 0, len(tokens), self._at, self._pages, decode, tail=tail)
         batch = Batch(torch.tensor(tokens), [span], torch.tensor([len(tokens) - 1]))
         self._at += len(tokens)
         return row_of(self._runner.model.forward(batch, self._state, self._runner.exchange)[0])
