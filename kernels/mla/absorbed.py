@@ -17,6 +17,8 @@ from expertmesh.kernels.linear.torch_ops import MIN_ROWS
 from expertmesh.kernels.mla.plan import context_rows
 from expertmesh.kernels.mla.types import PAGE, MlaSpan
 
+# With several threads, products of 5 to 11 rows have other last bits than those of more.
+LEAST_PRODUCT = 12
 # Keys at a time: what stays in a CPU's cache, and what keeps a GPU busy (K3: 0.4 GB of scores).
 KEYS, GPU_KEYS = 1 << 10, 1 << 14
 
@@ -41,8 +43,9 @@ def prefill_absorbed(
         stop = min(extent, end)
         some = slice(begin - span.position, stop - span.position)
         count = stop - begin
-        q_HQd = _padded(q_nope_THd[some].transpose(0, 1))
-        q_HQr = _padded(q_rope_THr[some].transpose(0, 1))
+        least = max(MIN_ROWS, -(-LEAST_PRODUCT // heads))
+        q_HQd = _padded(q_nope_THd[some].transpose(0, 1), least)
+        q_HQr = _padded(q_rope_THr[some].transpose(0, 1), least)
         q_HQC = torch.cat((torch.bmm(q_HQd, w_k_HdR), q_HQr), dim=-1)
         ahead_QP = _ahead(begin, q_HQC.shape[1], extent, cache.device)
         latent_MR = _attend(q_HQC * scale, cache, rows_L[:extent], ahead_QP, rank)
@@ -53,9 +56,9 @@ def prefill_absorbed(
     return out_THv
 
 
-def _padded(q_HQc: Tensor) -> Tensor:
-    """With rows of zeros up to MIN_ROWS."""
-    return F.pad(q_HQc, (0, 0, 0, max(0, MIN_ROWS - q_HQc.shape[1])))
+def _padded(q_HQc: Tensor, rows: int) -> Tensor:
+    """With rows of zeros, so that there are at least so many."""
+    return F.pad(q_HQc, (0, 0, 0, max(0, rows - q_HQc.shape[1])))
 
 
 def _ahead(begin: int, rows: int, extent: int, device: torch.device) -> Tensor:

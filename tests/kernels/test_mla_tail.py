@@ -79,6 +79,19 @@ def test_tail_cut_anywhere_is_bit_identical(length: int, pieces: list[int]) -> N
         assert torch.equal(torch.cat(parts), whole[first:])
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_nor_do_threads_see_how_it_was_cut(heads: int, threads: int) -> None:
+    prompt, before = make_prompt(1100, heads, rank=96), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = run(prompt, 1088, 1100, 1088)
+        parts = [run(prompt, at, min(at + 5, 1100), 1088) for at in range(1088, 1100, 5)]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.cat(parts), whole)
+
+
 def test_rows_below_the_tail_are_as_without_one() -> None:
     prompt = make_prompt(230)
     plain = run(prompt, 0, 230, NO_TAIL)
