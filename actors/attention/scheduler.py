@@ -30,14 +30,14 @@ PREPARED = 4
 
 @dataclass(slots=True)
 class Plan:
-    """admitted: sequences whose slot and pages must be zeroed first. grown: pages that others got
-    besides, which must be, too. decode: one row each. prefill: the tokens computed..chunk_end of
-    each prompt. In rank order."""
+    """admitted: sequences whose slot and pages must be zeroed first. decode: one row each. prefill:
+    the tokens computed..chunk_end of each prompt. In rank order. grown: pages that others got
+    besides, which must be zeroed, too."""
 
     admitted: list[Sequence] = field(default_factory=list)
-    grown: list[int] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[Sequence] = field(default_factory=list)
+    grown: list[int] = field(default_factory=list)
 
 
 class Scheduler:

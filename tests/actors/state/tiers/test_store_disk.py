@@ -250,10 +250,10 @@ def test_looks_at_what_others_have_written(open_store: Open) -> None:
 
 
 def test_closing_writes_what_is_owed(open_store: Open) -> None:
-    disk = FakeDisk()
+    disk, before = FakeDisk(), set(threading.enumerate())
     store = open_store(disk)
     items: list[Item] = pages("a", 20)
     assert put(store, items, durable=True)
     store.close(20.0)
     assert set(disk.records) == set(names(items)) and disk.closed
-    assert threading.active_count() < 50
+    assert not set(threading.enumerate()) - before
