@@ -43,9 +43,15 @@ ALONE = tuple(
                  "scaling", "serve_seats")
 )  # fmt: skip
 
+# The longest of the others: first, so that no worker is left alone with one of them at the end.
+LONG = tuple(
+    f"tests/system/test_{name}.py"
+    for name in ("serve_cli", "golden_server", "operator_commands", "fuzz_openapi", "dashboards")
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.nodeid.startswith(LATE))
+    items.sort(key=lambda item: (item.nodeid.startswith(LATE), not item.nodeid.startswith(LONG)))
 
 
 class _Schedule(LoadScopeScheduling):
