@@ -14,7 +14,16 @@ from expertmesh.actors.state.item import Header, Item, Kind, Name, Tier
 from expertmesh.actors.state.stats import StoreStats
 
 
-class Loaded(Protocol):
+class Layered(Protocol):
+    """What can be had layer by layer."""
+
+    def layer(self, part: int, index: int, out: Tensor) -> None:
+        """Writes layer `index` of part `part` into `out`, on any device. Cannot fail: it was
+        verified before. Any thread; calls for different layers may run at the same time."""
+        ...
+
+
+class Loaded(Layered, Protocol):
     """A verified item in host memory, perhaps still packed. It belongs to its fetch."""
 
     @property
@@ -38,11 +47,6 @@ class Loaded(Protocol):
     @property
     def tier(self) -> Tier: ...
 
-    def layer(self, part: int, index: int, out: Tensor) -> None:
-        """Writes layer `index` of part `part` into `out`, on any device. Cannot fail: it was
-        verified before. Any thread; calls for different layers may run at the same time."""
-        ...
-
 
 @runtime_checkable
 class Batched(Protocol):
@@ -57,7 +61,7 @@ class Batched(Protocol):
 
 
 def fill_layer(
-    items: Sequence[Loaded], part: int, index: int, out: Tensor, rows: Sequence[int]
+    items: Sequence[Layered], part: int, index: int, out: Tensor, rows: Sequence[int]
 ) -> None:
     """Layer `index` of part `part` of items[i], of whatever class, into out[rows[i]], all rows
     different; out [any, *shape of the layer], on any device."""

@@ -89,9 +89,12 @@ def part_of(shape: tuple[int, ...], dtype: torch.dtype, scheme: Scheme) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of an item, the same for all that are alike. table: where in the item the
-    blobs' places stand. refined: whether lossy parts have their refinements. exact: whether the
-    item gives back the bytes that were packed. raw_bytes: of those."""
+    """The beginning of an item, the same for all that are alike, with what follows from it.
+
+    table: where in the item the blobs' places stand. refined: whether lossy parts have their
+    refinements. lossy: whether there are such parts. exact: whether the item gives back the bytes
+    that were packed. raw_bytes: of those. pieces: blobs and refinements. shapes: of the parts.
+    """
 
     parts: tuple[Part, ...]
     table: int
@@ -212,12 +215,8 @@ class Packed:
 
 def blobs(items: Sequence[Packed], part: int, layer: int) -> list[Buffer]:
     """The `blob` of each. All items have one head: where in them its place stands is found once."""
-    head, first = items[0].head, items[0]
-    at, found = head.table + 8 * first._index(part, layer), []
-    for item in items:
-        begin, end = _PLACE.unpack_from(item.data, at)
-        found.append(memoryview(item.data)[begin:end])
-    return found
+    index = items[0]._index(part, layer)
+    return [item._piece(index) for item in items]
 
 
 def _parse(view: Buffer) -> Packed:

@@ -21,6 +21,7 @@ from expertmesh.actors.state.offload.basis import fit_basis
 from expertmesh.actors.state.offload.index import SketchIndex
 from expertmesh.actors.state.offload.selection import Query, select_by_sketch, select_certified
 from expertmesh.actors.state.settings import StateSettings
+from expertmesh.actors.state.store import Layered, fill_layer
 
 Mode = Literal["offload", "select"]
 # Rows that a sketch is fitted to: the first of the context that leave, whatever the chunks, so that
@@ -37,15 +38,12 @@ def far_pages(settings: StateSettings, computed: int) -> int:
     return max(0, behind - settings.sink_tokens // PAGE_TOKENS)
 
 
-class Source(Protocol):
-    """A page in host memory; `Loaded` of a store is one."""
+class Source(Layered, Protocol):
+    """A page in host memory, of one part with rows [64, C] in each layer; `Loaded` of a store is
+    one."""
 
     @property
     def nbytes(self) -> int: ...
-
-    def layer(self, part: int, index: int, out: Tensor) -> None:
-        """Writes the rows of layer `index` into `out`, [64, C]. part: 0."""
-        ...
 
 
 class HostPage:
@@ -183,8 +181,7 @@ class OffloadedContext:
         self._recent = [LRUCache(shared.settings.select_pages) for _ in range(layers)]
         for layer in range(layers):
             rows = like.new_empty(len(self._cold), *page)
-            for source, out in zip(self._cold, rows, strict=True):
-                source.layer(0, layer, out)
+            fill_layer(self._cold, 0, layer, rows, range(len(rows)))
             index = self._new_index(layer, rows)
             for one in rows:
                 index.add(one)
@@ -210,8 +207,8 @@ class OffloadedContext:
         for begin, stop in ((0, min(first, used)), (end, used)):
             if begin < stop:
                 self._hot(cache, pages[begin:stop], paged[begin:stop])
-        for at, source in enumerate(self._cold[: max(0, used - first)], first):
-            source.layer(0, layer, paged[at])
+        old = self._cold[: max(0, used - first)]
+        fill_layer(old, 0, layer, paged, range(first, first + len(old)))
         return out
 
     def decode(

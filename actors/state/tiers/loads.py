@@ -159,8 +159,8 @@ class Loads:
     def read_host(self) -> bool:
         """One step of the host reader: verifies some items. False: it is to end."""
         loads = self._next("host")
-        if loads is None:
-            return False
+        if not loads:
+            return loads is not None
         checked = [(load, *self._check(load)) for load in loads]
         with self._lock:
             for load, content, fine, seconds in checked:
@@ -172,12 +172,11 @@ class Loads:
         """One step of a disk reader. False: it is to end."""
         assert self._cold is not None
         loads = self._next("disk")
-        if loads is None:
-            return False
+        if not loads:
+            return loads is not None
         outcomes: Sequence[DiskRead | str] = ["error"] * len(loads)
         try:
-            if loads:
-                outcomes = self._cold.read_all([load.name for load in loads])
+            outcomes = self._cold.read_all([load.name for load in loads])
         finally:
             with self._lock:
                 for load, outcome in zip(loads, outcomes, strict=True):
