@@ -12,15 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from expertmesh.actors.model.config import parse_config
 from expertmesh.actors.state.disk.log import DiskLog
+from expertmesh.actors.state.filling import LayerFill
 from expertmesh.actors.state.item import Item, StateLayout
+from expertmesh.actors.state.model_state import ModelState
 from expertmesh.actors.state.settings import StateSettings
-from expertmesh.actors.state.store import fill_layer
 from expertmesh.actors.state.tiers.store import TieredStore
+from tests.support.checkpoints import config_dict
 from tests.support.tiers import finished, names, page, press, until
 
-# 12 of K3's 24 MLA layers: 0.9 MB per page, and a snapshot that nobody loads here.
-LAYOUT = StateLayout(page=(12, 64, 576), kda=(1, 1, 8, 8), conv=(1, 3, 24), dtype=torch.bfloat16)
+# MLA layers of K3's size, half as many as it has: 0.9 MB per page.
+LAYERS = {"num_hidden_layers": 48, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+CONFIG = parse_config(config_dict(**LAYERS))
+LAYOUT = StateLayout.of(CONFIG, torch.bfloat16)
 
 
 def restore_bandwidth(count: int = 96, trials: int = 5) -> dict[str, Any]:
@@ -28,14 +33,13 @@ def restore_bandwidth(count: int = 96, trials: int = 5) -> dict[str, Any]:
     forward pass reads it, from host memory and from disk (its page cache dropped before); the same
     bytes copied by page and layer, and all by one call; and the same files read into reused memory
     and copied."""
-    layers, *rows = LAYOUT.page
-    out = torch.zeros((layers, count, *rows), dtype=LAYOUT.dtype)  # as ModelState.paged()
+    state = ModelState(CONFIG, count, 1, LAYOUT.dtype)
     sets = [[page(tag, at, layout=LAYOUT) for at in range(count)] for tag in ("one", "other")]
     nbytes = sum(item.nbytes for item in sets[0])
     result: dict[str, Any] = {"megabytes": round(nbytes / 1e6, 1)}
     for codec in ("raw", "lossless"):
-        speeds, shares = _from_host(codec, sets[0], out, nbytes, trials)
-        from_disk = _from_disk(codec, sets, out, nbytes, trials)
+        speeds, shares = _from_host(codec, sets[0], state, nbytes, trials)
+        from_disk = _from_disk(codec, sets, state, nbytes, trials)
         speeds, shares = speeds | from_disk[0], shares | from_disk[1]
         gb_per_s = {name: nbytes / 1e9 / median(seconds) for name, seconds in speeds.items()}
         result[codec] = {
@@ -52,7 +56,7 @@ Times = tuple[dict[str, list[float]], dict[str, float]]  # seconds, and shares o
 
 
 def _from_host(
-    codec: str, items: Sequence[Item], out: torch.Tensor, nbytes: int, trials: int
+    codec: str, items: Sequence[Item], state: ModelState, nbytes: int, trials: int
 ) -> Times:
     """In turns with what it is compared with."""
     settings = StateSettings.model_validate({"host_bytes": 2 * nbytes, "codec": codec})
@@ -60,10 +64,11 @@ def _from_host(
     for item in items:
         press(store, item)
     until(lambda: store.stats().host.queued == 0)
+    out = state.paged()
     warm, copies, once = list[tuple[float, float]](), list[float](), list[float]()
     whole = torch.stack([item.parts[0] for item in items], 1)
     for _ in range(trials):
-        warm.append(_restore(store, items, out))
+        warm.append(_restore(store, items, state))
         copies.append(_copy(items, out))
         begun = time.perf_counter()
         out.copy_(whole)
@@ -74,7 +79,7 @@ def _from_host(
 
 
 def _from_disk(
-    codec: str, sets: Sequence[Sequence[Item]], out: torch.Tensor, nbytes: int, trials: int
+    codec: str, sets: Sequence[Sequence[Item]], state: ModelState, nbytes: int, trials: int
 ) -> Times:
     """Host memory is full, as it is after some time: each set displaces the other, and its memory
     is used again. A process that has just begun gets its memory page by page from the kernel, which
@@ -93,28 +98,27 @@ def _from_disk(
         for at in range(len(sets) * (trials + 1)):
             before = store.stats().disk.read_bytes
             _forget(folder)
-            cold.append(_restore(store, sets[at % len(sets)], out))
+            cold.append(_restore(store, sets[at % len(sets)], state))
             read = store.stats().disk.read_bytes - before
-            plain.append(_read_and_copy(_forget(folder), read, sets[0], out))
+            plain.append(_read_and_copy(_forget(folder), read, sets[0], state))
         store.close()
     cold, plain = cold[len(sets) :], plain[len(sets) :]  # the first filled host memory
     seconds = {"pread": plain, "disk": [t for t, _ in cold]}
     return seconds, {"disk": median(v / t for t, v in cold)}
 
 
-def _restore(store: TieredStore, items: Sequence[Item], out: torch.Tensor) -> tuple[float, float]:
-    """Seconds in all, and of hashing. As the engine does it: what is there is copied by layer."""
-    out.fill_(float("nan"))
+def _restore(store: TieredStore, items: Sequence[Item], state: ModelState) -> tuple[float, float]:
+    """Seconds in all, and of hashing by whatever threads. As the engine does it."""
+    state.latents.fill_(float("nan"))
     begun = time.perf_counter()
     fetch = store.fetch(names(items), 60.0)
     while not fetch.done:
         time.sleep(0.0001)
     found = fetch.items
     assert found is not None, fetch.reason
-    for layer, paged in enumerate(out):
-        fill_layer(found, 0, layer, paged, range(len(found)))
+    LayerFill(state, list(enumerate(found)), 0, None).wait(CONFIG.num_layers - 1)
     seconds = time.perf_counter() - begun
-    assert all(torch.equal(out[:, at], item.parts[0]) for at, item in enumerate(items))
+    assert all(torch.equal(state.paged()[:, at], item.parts[0]) for at, item in enumerate(items))
     verify_s = fetch.verify_seconds
     fetch.cancel()
     return seconds, verify_s
@@ -129,12 +133,14 @@ def _copy(items: Sequence[Item], out: torch.Tensor) -> float:
 
 
 def _read_and_copy(
-    files: Sequence[Path], nbytes: int, items: Sequence[Item], out: torch.Tensor
+    files: Sequence[Path], nbytes: int, items: Sequence[Item], state: ModelState
 ) -> float:
     """So many bytes of the same files, a record's size at a time into one buffer, and then to their
     place."""
     size = nbytes // len(items)
-    buffer, flat = np.zeros(size, np.uint8), out.view(torch.uint8).view(len(items), -1).numpy()
+    buffer = np.zeros(size, np.uint8)
+    flat = state.caches.view(torch.uint8).view(-1).numpy()[: len(items) * items[0].nbytes]
+    flat = flat.reshape(len(items), -1)
     begun, done = time.perf_counter(), 0
     for path in sorted(files, key=lambda path: -path.stat().st_size):
         handle = os.open(path, os.O_RDONLY)

@@ -21,8 +21,10 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0  # the longest that a reader sleeps without looking
 STAGING_BYTES = 64 << 20  # bytes that reads from the disk may take where the host tier is smaller
-# Items read between two looks at whose turn it is, and bytes after which it is looked again.
-_MOST, _ENOUGH = 64, 2 << 20
+# Items read between two looks at whose turn it is, and bytes after which it is looked again: some
+# hundred microseconds in memory, and a millisecond of a good disk.
+_MOST = 64
+_ENOUGH = {"host": 8 << 20, "disk": 2 << 20}
 
 
 Place = HostTier | ColdTier
@@ -190,7 +192,7 @@ class Loads:
         with self._lock:
             if self._closing:
                 return None
-            loads = self._turns[tier].take(_MOST, _ENOUGH)
+            loads = self._turns[tier].take(_MOST, _ENOUGH[tier])
             if not loads:
                 self._work.wait(_IDLE_S)
             return loads

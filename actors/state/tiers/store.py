@@ -21,7 +21,7 @@ from expertmesh.actors.state.tiers.worker import Crew, Worker
 from expertmesh.actors.state.tiers.writer import ColdWriter
 
 _TICK_S = 0.02
-_DISK_READERS = 3
+_READERS = {"host-read": 2, "disk-read": 3}  # threads
 _TOUCHES, _MOST_TOUCHES = 64, 4096  # names noted at a time, and calls that may wait for that
 # Items on their way to the disk pass through host memory; so much it has even where `host_bytes` is
 # less.
@@ -32,7 +32,7 @@ class TieredStore:
     """Host memory, and below it the disk. Implements `store.Store`.
 
     One lock, held for bookkeeping only: never while packing, hashing, or at the disk. Threads: one
-    packs, one verifies what host memory gives back, one ends what is late; with a disk one writes
+    packs, some verify what host memory gives back, one ends what is late; with a disk one writes
     and some read.
     """
 
@@ -223,11 +223,13 @@ class TieredStore:
         )
 
     def _hire(self) -> Crew:
-        workers = [Worker("pack", self._packer.step), Worker("host-read", self._loads.read_host)]
+        steps = [("pack", self._packer.step)]
+        steps += _READERS["host-read"] * [("host-read", self._loads.read_host)]
         if self._writer is not None:
-            workers.append(Worker("disk-write", self._writer.step))
-            workers += [Worker("disk-read", self._loads.read_disk) for _ in range(_DISK_READERS)]
-        return Crew([*workers, Worker("deadlines", self._tick)])
+            steps.append(("disk-write", self._writer.step))
+            steps += _READERS["disk-read"] * [("disk-read", self._loads.read_disk)]
+        steps.append(("deadlines", self._tick))  # last: it looks after all others
+        return Crew([Worker(name, step) for name, step in steps])
 
     def _tick(self) -> bool:
         """One step of the thread that ends what is late and notices what is dead."""
@@ -236,8 +238,10 @@ class TieredStore:
             if self._writer is not None:
                 self._writer.tick()
             self._make_room()
-            for name in self._crew.dead:
-                self._lose(name)
+            dead = self._crew.dead
+            for name in set(dead):
+                if dead.count(name) == _READERS.get(name, 1):
+                    self._lose(name)
         self._loads.announce()
         self._take_note()
         return not self._closed.wait(_TICK_S)
@@ -256,14 +260,13 @@ class TieredStore:
                             self._host.seen.add(name)
 
     def _lose(self, worker: str) -> None:
-        """A tier whose thread is dead takes nothing any more; without readers it has nothing."""
+        """A tier whose threads are dead takes nothing any more; without readers it has nothing."""
         reason = f"the {worker} thread is dead"
         if worker in ("pack", "host-read"):
             self._packer.stop(reason)
         if worker == "disk-write" and self._writer is not None and not self._writer.down:
             self._writer.stop(reason)
-        readers = [name for name in self._crew.dead if name == "disk-read"]
-        if self._cold is not None and len(readers) == _DISK_READERS:
+        if worker == "disk-read" and self._cold is not None:
             self._cold.down = reason
 
     def _used(self, entry: Entry) -> None:

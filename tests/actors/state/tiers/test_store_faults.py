@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from expertmesh.actors.state.item import Item
-from expertmesh.actors.state.tiers import loads
+from expertmesh.actors.state.tiers import content, loads
 from expertmesh.actors.state.tiers import store as tiers_store
 from expertmesh.actors.state.tiers.store import TieredStore
 from tests.actors.state.tiers.conftest import Open
@@ -297,3 +297,28 @@ def test_a_fetch_that_is_refused_lets_go_of_loads_it_shares(
     assert loaded is not None and all(map(same, items, loaded))
     first.cancel()
     assert store.in_use == (0, 0, 0)
+
+
+def test_host_memory_is_read_on_as_long_as_one_reader_lives(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    items = pages("a", 2)
+    assert put(store, items)
+    until(lambda: not store.stats().host.queued)
+    intact = content.Stored.verified
+
+    def dies(stored: content.Stored, timeout_s: float) -> bool:
+        raise SystemExit("a thread dies")
+
+    for dead in (1, 2):
+        monkeypatch.setattr(content.Stored, "verified", dies)
+        assert finished(store.fetch(names(items), 0.3)).reason == "timeout"
+        until(lambda: store.stats().threads_dead == dead)  # noqa: B023
+        monkeypatch.setattr(content.Stored, "verified", intact)
+        if dead == 1:
+            loaded = finished(store.fetch(names(items), 20.0)).items
+            assert loaded is not None and all(map(same, items, loaded))
+            assert store.put(page("b", 0))
+    until(lambda: "dead" in store.stats().host.read_only)
+    assert not store.put(page("b", 1))
