@@ -45,8 +45,8 @@ class FakeReplica:
         self._keeper = keeper
 
     def stats(self) -> bytes:
-        used = ray.get(self._keeper.used.remote())
-        if used is None:
-            time.sleep(60)
+        end = time.monotonic() + 60
+        while (used := ray.get(self._keeper.used.remote())) is None and time.monotonic() < end:
+            time.sleep(0.2)
         free = PAGES - round(PAGES * (used or 0.0))
         return msgspec.msgpack.encode(ReplicaStats(EngineStats(pages_total=PAGES, pages_free=free)))

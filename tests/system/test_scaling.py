@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,68 +140,77 @@ def wanted_experts(mesh: Mesh) -> int:
     return 0 if scaling.last is None else scaling.last.experts
 
 
-def test_plans_without_end_change_no_bit_of_decode_or_chunked_prefill(model: Path) -> None:
+@pytest.fixture(scope="module")
+def planned(model: Path) -> Iterator[Mesh]:
+    """Three expert actors that only the tests' own plans change."""
+    engine = EngineSettings(pages=64, slots=8, step_tokens=64)
+    name = f"t{os.getpid()}-planned"
+    mesh = start(settings(model, name=name, expert_actors=3, engine=engine, rebalance=STILL))
+    yield mesh
+    mesh.stop()
+
+
+def random_plan(mesh: Mesh, draw: np.random.Generator) -> None:
+    """Carried out. Raises PlanAbandoned."""
+    ranks, epoch, slots = mesh.controller.mesh.ranks, mesh.epoch.number, mesh.controller.mesh.slots
+    loads = draw.lognormal(0.0, 1.5, (len(ranks.placement.held), 7))
+    plan = balance(loads, ranks.placement, slots=slots)
+    mesh.upkeep.mover.carry_out(plan, epoch, list(ranks.workers), slots)
+
+
+def test_plans_without_end_change_no_bit_of_decode_or_chunked_prefill(
+    model: Path, planned: Mesh
+) -> None:
     long = [7 * i % 300 + 1 for i in range(400)]
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     requests = [ask(f"r{i}", i, 60) for i in range(3)]
     requests.append(GenerateRequest("long", long, params))
-    engine = EngineSettings(pages=64, slots=8, step_tokens=64)
     want = one_process(model, 1, requests)
-    mesh = start(settings(model, expert_actors=3, engine=engine, rebalance=STILL))
-    try:
-        stream, mover = Stream(mesh, requests), mesh.upkeep.mover
-        draw = np.random.default_rng(0)
+    stream, moves = Stream(planned, requests), planned.upkeep.mover.moves
+    draw = np.random.default_rng(0)
 
-        def storm() -> bool:
-            ranks, epoch = mesh.controller.mesh.ranks, mesh.epoch.number
-            loads = draw.lognormal(0.0, 1.5, (len(ranks.placement.held), 7))
-            plan = balance(loads, ranks.placement, slots=mesh.controller.mesh.slots)
-            mover.carry_out(plan, epoch, ranks.workers, mesh.controller.mesh.slots)
-            return mover.moves.copies >= 40
+    def storm() -> bool:
+        random_plan(planned, draw)
+        return moves.copies >= 40
 
-        stream.until(storm)
-        stream.check(want)
-        assert mover.moves.failed == 0 and mesh.epoch.number == 0
-        assert mesh.epoch.version > 10
-    finally:
-        mesh.stop()
+    stream.until(storm)
+    stream.check(want)
+    assert moves.failed == 0 and planned.epoch.number == 0
+    assert planned.epoch.version > 10
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_death_in_the_middle_of_a_plan_leaves_nothing_half_moved(
-    model: Path, victim: int
+    model: Path, planned: Mesh, victim: int
 ) -> None:
     """The plan is given up, the mesh recovers, and the next plan is carried out."""
     requests = [ask(f"r{i}", i, 60) for i in range(3)]
     want = one_process(model, 1, requests)
-    mesh = start(settings(model, expert_actors=3, rebalance=STILL))
-    try:
-        stream, mover = Stream(mesh, requests), mesh.upkeep.mover
-        draw = np.random.default_rng(victim)
+    stream, moves, controller = (
+        Stream(planned, requests),
+        planned.upkeep.mover.moves,
+        planned.controller,
+    )
+    draw = np.random.default_rng(victim)
+    copied, joined = moves.copies, controller.counts.joins
 
-        def plan() -> None:
-            ranks, slots = mesh.controller.mesh.ranks, mesh.controller.mesh.slots
-            loads = draw.lognormal(0.0, 1.5, (len(ranks.placement.held), 7))
-            chosen = balance(loads, ranks.placement, slots=slots)
-            mover.carry_out(chosen, mesh.epoch.number, list(ranks.workers), slots)
+    def strike() -> None:
+        end = time.monotonic() + 60
+        while moves.copies < copied + 3:
+            assert time.monotonic() < end, "nothing is moved"
+            time.sleep(0.001)
+        os.kill(controller.mesh.ranks.workers[victim].member.pid, signal.SIGKILL)
 
-        def strike() -> None:
-            while mover.moves.copies < 3:
-                time.sleep(0.001)
-            os.kill(mesh.controller.mesh.ranks.workers[victim].member.pid, signal.SIGKILL)
-
-        threading.Thread(target=strike, daemon=True).start()
-        with pytest.raises(PlanAbandoned):
-            stream.until(lambda: plan() is not None)
-        stream.until(lambda: mesh.controller.counts.joins == 1 and size(mesh) == (1, 3))
-        copies = mover.moves.copies
-        stream.until(lambda: plan() is None and mover.moves.copies > copies)
-        stream.check(want)
-        for rank, worker in enumerate(mesh.controller.mesh.ranks.workers):
-            held = ray.get(worker.handle.held.remote(), timeout=10)
-            placed = mesh.epoch.placement.of_actor(rank)
-            assert {layer: set(ids) for layer, ids in held.items() if ids} == {
-                layer: set(ids) for layer, ids in placed.items() if ids
-            }
-    finally:
-        mesh.stop()
+    threading.Thread(target=strike, daemon=True).start()
+    with pytest.raises(PlanAbandoned):
+        stream.until(lambda: random_plan(planned, draw) is not None)
+    stream.until(lambda: controller.counts.joins == joined + 1 and size(planned) == (1, 3))
+    copied = moves.copies
+    stream.until(lambda: random_plan(planned, draw) is None and moves.copies > copied)
+    stream.check(want)
+    for rank, worker in enumerate(controller.mesh.ranks.workers):
+        held = ray.get(worker.handle.held.remote(), timeout=10)
+        placed = planned.epoch.placement.of_actor(rank)
+        assert {layer: set(ids) for layer, ids in held.items() if ids} == {
+            layer: set(ids) for layer, ids in placed.items() if ids
+        }

@@ -2,7 +2,6 @@
 door that does not outlive its mesh."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +12,11 @@ import ray
 from ray import serve
 
 from expertmesh.cluster.autoscaling.settings import AttentionScaling
+from expertmesh.deploy import serve_scaling
 from expertmesh.deploy.cli import BUNDLED
 from expertmesh.deploy.listener import bind
 from expertmesh.deploy.serve_app import DoorSettings, door_application
-from expertmesh.deploy.serve_scaling import LOOK_BACK_S, seats_application
+from expertmesh.deploy.serve_scaling import seats_application
 from tests.support.fake_mesh import FakeKeeper, FakeReplica
 from tests.support.http_server import free_port
 from tests.support.local_ray import start_local
@@ -26,14 +26,15 @@ MOST = 2
 SCALING = AttentionScaling(
     max_replicas=MOST, up_delay_s=1, down_delay_s=3, up_cooldown_s=1, down_cooldown_s=1
 )
-# Serve averages over ten seconds, and this machine may be busy.
-FOLLOW_S = 120.0
+LOOK_BACK_S = 3.0  # that Serve averages over
+FOLLOW_S = 120.0  # this machine may be busy
 
 
 @pytest.fixture(scope="module")
 def keeper() -> Iterator[Any]:
+    monkeypatch = pytest.MonkeyPatch()
     # How often seats report to Serve's controller; by default every 10 s.
-    os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.5"
+    monkeypatch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
     start_local(num_cpus=4, namespace="seats", log_to_driver=False)
     try:
         actor = ray.remote(FakeKeeper).options(name="seats-mesh", num_cpus=0, max_concurrency=8)
@@ -43,6 +44,7 @@ def keeper() -> Iterator[Any]:
             for i in range(MOST)
         ]
         serve.start(proxy_location="Disabled")
+        monkeypatch.setattr(serve_scaling, "LOOK_BACK_S", LOOK_BACK_S)
         app = seats_application("seats-mesh", "seats", 1, SCALING)
         serve.run(app, name="seats", route_prefix=None)
         yield mesh
@@ -50,7 +52,7 @@ def keeper() -> Iterator[Any]:
     finally:
         serve.shutdown()
         ray.shutdown()
-        del os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"]
+        monkeypatch.undo()
 
 
 @pytest.mark.timeout(700)
