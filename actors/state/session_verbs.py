@@ -139,6 +139,9 @@ class SessionVerbs:
         resident = sessions.resident(manifest.point().names)
         fetch = sessions.fetch([name for name, tiers in resident.items() if "hot" not in tiers])
         yield fetch
+        if not sessions.is_now(manifest):
+            fetch.cancel()
+            raise SessionProblem("busy", "a request of the session has ended meanwhile")
         report = ResumeReport(
             session_id=manifest.session,
             restored_tokens=0,
@@ -169,12 +172,19 @@ class SessionVerbs:
         there = yield from sessions.newest(manifest.tenant, target)
         if there is not None:
             raise SessionProblem("exists", f"there is a session {target!r} already")
+        if not sessions.is_now(manifest):  # its state may be gone
+            raise SessionProblem("busy", "a request of the session has ended meanwhile")
         if sessions.full(manifest.tenant, target):
             limit = sessions.settings.sessions_per_tenant
             raise SessionProblem("quota", f"there are {limit} sessions already, and no more may be")
         fork = sessions.twin(manifest, target)
         if fork.suspended:
-            yield from self._commit(fork, "the fork may not outlive this server")
+            try:
+                yield from self._commit(fork, "there is no fork")
+            except SessionProblem:
+                if sessions.is_now(fork):
+                    sessions.forget(sessions.name(fork.tenant, fork.session))
+                raise
         else:
             sessions.settle(fork)
         return self._view(fork)

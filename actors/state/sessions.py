@@ -46,6 +46,8 @@ _PROBLEMS: dict[str, Problem] = {"full": "full", "timeout": "timeout"}
 SWEEP_S = 10.0
 # Manifests that are read at the same time.
 READS = 32
+# Sessions of which a sweep tries again to bring them to the disk.
+RETRIES = 8
 # How long what `resume` has loaded is held for the session's next request.
 HELD_S = 120.0
 
@@ -62,10 +64,12 @@ class Device(Protocol):
 
 @dataclass(slots=True)
 class Entry:
-    """written: whether the disk has the manifest. before: what the session was until it has. held:
-    a load for the next request, until then referenced. held_at: since when."""
+    """handed: whether the store was given the manifest. written: whether the disk has it. before:
+    what the session was until it has. held: a load for the next request, until then referenced.
+    held_at: since when."""
 
     manifest: Manifest
+    handed: bool = False
     written: bool = False
     before: list[Manifest] = field(default_factory=list)
     held: Fetch | None = None
@@ -101,6 +105,7 @@ class Sessions:
         self._of: defaultdict[str, set[str]] = defaultdict(set)  # tenant -> living sessions
         self._owned: Counter[str] = Counter()  # how many by owner
         self._pins = Pins(store)
+        self._unwritten: dict[Name, None] = {}  # to be tried again, in this order
         self._next_sweep = float("-inf")
 
     @property
@@ -158,8 +163,7 @@ class Sessions:
 
     def _read(self, names: Iterable[Name]) -> Steps[None]:
         """Reads manifests that are newer on disk than here. What cannot be read is not known."""
-        written = self.store.positions(Kind.SESSION)
-        stale = [name for name in names if written.get(name, -1) > self._version(name)]
+        stale = [name for name in names if self.store.position(name) > self._version(name)]
         limit = self.settings.read_timeout_s
         for at in range(0, len(stale), READS):
             fetches = [(n, self.store.fetch([n], limit)) for n in stale[at : at + READS]]
@@ -257,7 +261,19 @@ class Sessions:
     def settle(self, manifest: Manifest) -> None:
         """The session is this from now on; the disk follows without anybody waiting for it."""
         self.enter(manifest)
-        self._errands.start(self.commit(manifest), _ignore, self._not_written)
+        self._try(manifest)
+
+    def _try(self, manifest: Manifest) -> None:
+        def failed(error: Exception) -> None:
+            _log.warning("session %s is in memory only: %s", manifest.session, error)
+            self.stay_active(manifest)
+
+        self._errands.start(self.commit(manifest), _ignore, failed)
+
+    def is_now(self, manifest: Manifest) -> bool:
+        """Whether the session has not changed since: not by a request that has ended either."""
+        name = self.name(manifest.tenant, manifest.session)
+        return self._version(name) == manifest.version
 
     def enter(self, manifest: Manifest) -> None:
         """The session is this from now on, here. `commit` follows."""
@@ -269,13 +285,20 @@ class Sessions:
             self._pins.add(manifest.point().names)
         if old is not None:
             old.let_go()
-            entry.before = [*old.before, old.manifest]
+            entry.before = old.before
+            if old.handed or old.written:
+                entry.before = [*old.before, old.manifest]
+            else:  # no disk can have it: a disk that fails must not keep the state of every turn
+                self._leave(old.manifest)
 
     def stay_active(self, manifest: Manifest) -> None:
-        """The disk has not taken this version for good: whatever it says, it is not suspended."""
-        entry = self._entries.get(self.name(manifest.tenant, manifest.session))
-        if entry is not None and entry.manifest.version == manifest.version:
+        """The disk has not taken this version for good: whatever it says, it is not suspended. A
+        sweep tries again."""
+        name = self.name(manifest.tenant, manifest.session)
+        if self._version(name) == manifest.version:
+            entry = self._entries[name]
             entry.manifest = msgspec.structs.replace(entry.manifest, suspended=False)
+            self._unwritten[name] = None
 
     def commit(self, manifest: Manifest) -> Steps[bool]:
         """Brings a session that was entered to the disk: its parts, then its manifest. False: it
@@ -289,6 +312,7 @@ class Sessions:
             item = to_item(manifest, self.fingerprint, self._layout)
             if not self.store.put(item, durable=True, pinned=True):
                 raise SessionProblem("full", "there is no room for it")
+            self._entries[name].handed = True
             yield from self._synced()
         if self._version(name) != manifest.version:
             return False
@@ -313,9 +337,6 @@ class Sessions:
         if flush.items is None:
             problem = _PROBLEMS.get(flush.reason, "failed")
             raise SessionProblem(problem, f"the disk has not taken everything ({flush.reason})")
-
-    def _not_written(self, error: Exception) -> None:
-        _log.warning("a session is in memory only: %s", error)
 
     def _written(self, name: Name) -> None:
         """The disk has the manifest, or there is none: what was before is not needed any more."""
@@ -365,7 +386,8 @@ class Sessions:
         return self._clock() >= self._next_sweep
 
     def sweep(self) -> None:
-        """Drops sessions that nobody has used for too long, lets go of loads nobody came for."""
+        """Drops sessions that nobody has used for too long, lets go of loads nobody came for, and
+        tries some again that the disk has not taken."""
         now = self._clock()
         self._next_sweep = now + SWEEP_S
         for name, entry in list(self._entries.items()):
@@ -373,6 +395,20 @@ class Sessions:
                 self.forget(name)
             elif entry.held is not None and entry.held_at + HELD_S <= now:
                 entry.let_go()
+        if self._unwritten and not self.store.stats().disk.read_only:
+            for name in list(self._unwritten)[:RETRIES]:
+                del self._unwritten[name]
+                self._try_again(name)
+
+    def _try_again(self, name: Name) -> None:
+        entry = self._entries.get(name)
+        if entry is None or entry.written:
+            return
+        # What waited for the disk when it failed is not on its way any more.
+        if entry.manifest.deleted or self.keep(entry.manifest.point().names):
+            self._try(entry.manifest)
+        elif self.somewhere(entry.manifest.point().names):
+            self._unwritten[name] = None
 
     def forget(self, name: Name) -> None:
         """The session leaves this replica and its part of the disk."""

@@ -1,6 +1,7 @@
 """What the engine asks of the tiers below the device. `tiers/` implements it.
 
-All calls come from the engine's thread and none of them blocks on a lock, a device or a disk.
+All calls come from the engine's thread and none of them waits for a device or a disk, nor for a
+lock that is held while one works.
 Everything that fails is a miss: the engine recomputes, and the store counts why.
 """
 
@@ -149,8 +150,12 @@ class Store(Protocol):
         no room."""
         ...
 
+    def position(self, name: Name) -> int:
+        """The greatest Header.position of it that a tier is known to have; -1 for none."""
+        ...
+
     def positions(self, kind: Kind) -> Mapping[Name, int]:
-        """Header.position of everything of that kind that a tier is known to have."""
+        """Of everything of that kind. O(items of it), of pages and snapshots O(all items)."""
         ...
 
     def pin(self, names: Sequence[Name]) -> None:

@@ -153,6 +153,9 @@ class FakeStore:
             self.finish()
         return fetch
 
+    def position(self, name: Name) -> int:
+        return self.positions(name.kind).get(name, -1)
+
     def positions(self, kind: Kind) -> Mapping[Name, int]:
         known = [*self.disk.items.values(), *self.disk.written.values()]
         found: dict[Name, int] = {}

@@ -157,6 +157,9 @@ class MemoryStore:
                 self.stored[name].pinned |= pinned
         return [name for name in names if name not in self.stored]
 
+    def position(self, name: Name) -> int:
+        return self.positions(name.kind).get(name, -1)
+
     def positions(self, kind: Kind) -> dict[Name, int]:
         return {n: each.header.position for n, each in self.stored.items() if n.kind is kind}
 

@@ -46,11 +46,12 @@ class Tally:
 
 class Index:
     """elsewhere: REMOVE and UNPIN of records in other folders, whose own manifests say nothing of
-    it until their writer has taken note."""
+    it until their writer has taken note. sessions: of the entries, those of that kind."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.entries: dict[Name, Entry] = {}
+        self.sessions: dict[Name, Entry] = {}
         self.segments: dict[int, Segment] = {}
         self.elsewhere: dict[Spot, Entry] = {}
         self.tallies = {kind: Tally() for kind in Kind}
@@ -76,7 +77,7 @@ class Index:
         segment.live += size
         segment.pinned += size if entry.pinned else 0
         segment.end = max(segment.end, entry.place.offset + size)
-        self.entries[entry.name] = entry
+        self._hold(entry)
         self.tallies[entry.name.kind].add(entry, +1)
 
     def _change(self, entry: Entry) -> None:
@@ -91,10 +92,16 @@ class Index:
             size = aligned(held.place.nbytes)
             self.segments[held.place.segment].pinned += size if pinned else -size
             self.tallies[entry.name.kind].pinned += 1 if pinned else -1
-            self.entries[entry.name] = held._replace(pinned=pinned)
+            self._hold(held._replace(pinned=pinned))
+
+    def _hold(self, entry: Entry) -> None:
+        self.entries[entry.name] = entry
+        if entry.name.kind is Kind.SESSION:
+            self.sessions[entry.name] = entry
 
     def _forget(self, name: Name) -> None:
         self._leave(self.entries.pop(name, None))
+        self.sessions.pop(name, None)
 
     def _leave(self, entry: Entry | None) -> None:
         if entry is not None:

@@ -120,7 +120,8 @@ class Library:
         """Everything of a kind, with the entry that `find` would choose."""
         out: dict[Name, Entry] = {}
         for index in self.indexes:
-            for name, entry in index.entries.copy().items():
+            entries = index.sessions if kind is Kind.SESSION else index.entries
+            for name, entry in entries.copy().items():
                 if name.kind is kind and spot(entry.place) not in self.dead:
                     held = out.get(name)
                     if held is None or (kind is Kind.SESSION and entry.stamp > held.stamp):

@@ -142,6 +142,11 @@ class TieredStore:
                     lost.append(name)
         return lost
 
+    def position(self, name: Name) -> int:
+        entry = self._host.entries.get(name)
+        found = None if self._log is None else self._log.position(name)
+        return max(-1 if entry is None else entry.header.position, -1 if found is None else found)
+
     def positions(self, kind: Kind) -> Mapping[Name, int]:
         with self._lock:
             entries = self._host.entries.values()
