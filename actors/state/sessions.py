@@ -14,6 +14,7 @@ version costs time and never a wrong answer.
 """
 
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -347,9 +348,13 @@ class Sessions:
             self._leave(manifest)
 
     def _count(self, tenant: str, session: str, lives: bool) -> None:
-        known = self._of[tenant]
-        self._owned[_owner(tenant)] += lives - (session in known)
+        known, owner = self._of[tenant], _owner(tenant)
+        self._owned[owner] += lives - (session in known)
         (known.add if lives else known.discard)(session)
+        if not known:  # salts cost nothing: a tenant without sessions leaves no trace
+            del self._of[tenant]
+        if not self._owned[owner]:
+            del self._owned[owner]
 
     def _leave(self, manifest: Manifest) -> None:
         """Nobody goes on from this state under that name any more."""
@@ -376,8 +381,10 @@ class Sessions:
 
     def fetch(self, names: Sequence[Name]) -> Fetch:
         """Loads them from below the device. Larger ones may take longer."""
-        limit = self.settings.read_timeout_s + 4 * self.store.load_seconds(names)
-        return self.store.fetch(names, limit)
+        expected = self.store.load_seconds(names)
+        # Infinite where the load must fail; should it not fail after all, it still ends.
+        more = 4 * expected if math.isfinite(expected) else 0.0
+        return self.store.fetch(names, self.settings.read_timeout_s + more)
 
     # --- time ---------------------------------------------------------------------------------
 

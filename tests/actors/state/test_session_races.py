@@ -1,5 +1,6 @@
 """Sessions that change while they are read or written, and disks that fail meanwhile."""
 
+import math
 from typing import Any
 
 import pytest
@@ -122,3 +123,29 @@ def test_a_claim_looks_at_one_name(disk: FakeDisk, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(replica.store, "position", lambda name: -1)
     monkeypatch.setattr(replica.store, "positions", scan)
     assert replica.claim("s", [*CONVERSATION, 1]) == tip
+
+
+def test_tenants_that_have_left_leave_no_trace(disk: FakeDisk) -> None:
+    replica = Replica(None, sessions_per_tenant=2)
+    for at in range(50):
+        replica.turn("s", tenant=f"a/{at}")
+        replica.ask("delete", "s", tenant=f"a/{at}")
+    assert len(replica.sessions) == 0 and not replica.sessions._of and not replica.sessions._owned
+
+
+def test_a_load_that_is_expected_to_fail_ends_all_the_same(
+    disk: FakeDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may begin to work between the estimate and the load."""
+    replica, limits = Replica(disk), []
+    replica.turn("s")
+    fetch = replica.store.fetch
+
+    def noted(names: Any, timeout_s: float, exact: bool = True) -> Any:
+        limits.append(timeout_s)
+        return fetch(names, timeout_s, exact)
+
+    monkeypatch.setattr(replica.store, "load_seconds", lambda names: math.inf)
+    monkeypatch.setattr(replica.store, "fetch", noted)
+    assert replica.ask("resume", "s").restored_tokens == len(CONVERSATION) - 1
+    assert limits and all(map(math.isfinite, limits))
