@@ -83,7 +83,7 @@ class Entry:
 
 
 class Sessions:
-    """The sessions that one replica knows. All but `full` belongs to the engine's thread."""
+    """The sessions that one replica knows. All but `full` and `len` belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Sessions:
         return self.store.durable
 
     def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
+        return sum(map(len, list(self._of.values())))  # asked by any thread
 
     def full(self, tenant: str, session: str) -> bool:
         """Whether there are so many that this one may not be added. From any thread.
