@@ -83,7 +83,7 @@ class Entry:
 
 
 class Sessions:
-    """The sessions that one replica knows. All but `full` and `len` belongs to the engine's thread."""
+    """The sessions that one replica knows. The engine's thread, but for `full` and `len`: any."""
 
     def __init__(
         self,
