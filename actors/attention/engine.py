@@ -172,6 +172,11 @@ class Engine:
         busy = bool(self.scheduler.running) or queued > self.cache.loading
         return bool(self.inbox) or busy or self.sessions.has_work
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds to wait for `arrived` before looking for work all the same; None: for ever."""
+        return self.sessions.patience
+
     def stats(self) -> EngineStats:
         """A copy; the counters of one step may be seen half updated."""
         stats = msgspec.structs.replace(self._count, timings=self._count.timings.copy())

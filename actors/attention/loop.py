@@ -20,7 +20,8 @@ class EngineLoop:
 
     peers_open: whether another rank of the mesh has opened a step that this one must join, with
     rows or without; whoever makes it true calls `wake`. Without work the thread waits for an
-    event: no polling, no step, no collective.
+    event: no polling, no step, no collective. While there may be sessions it also looks now and
+    then what time has brought.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class EngineLoop:
     def _step_until_stopped(self) -> None:
         engine = self.engine
         while not self._stopping:
-            engine.arrived.wait()
+            engine.arrived.wait(engine.patience)
             engine.arrived.clear()  # before looking: what arrives after this sets it again
             while not self._stopping and (engine.has_work or self._peers_open()):
                 self._busy_since = monotonic()

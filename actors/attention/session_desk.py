@@ -17,7 +17,7 @@ from expertmesh.actors.state.cache import StateCache
 from expertmesh.actors.state.errands import Errands
 from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall, SessionProblem
 from expertmesh.actors.state.session_verbs import SessionVerbs
-from expertmesh.actors.state.sessions import Sessions
+from expertmesh.actors.state.sessions import SWEEP_S, Sessions
 from expertmesh.actors.state.store import Store
 from expertmesh.actors.state.tip import Tip
 
@@ -82,7 +82,16 @@ class SessionDesk:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._calls) or self._errands.ready
+        due = self.patience is not None and self.sessions.sweep_due
+        return bool(self._calls) or self._errands.ready or due
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which to look for work though nothing has arrived: time alone ends
+        sessions, and loads that are held for them. None where there can be neither."""
+        if self._closed is None and (self.count or self.sessions.durable):
+            return SWEEP_S
+        return None
 
     def work(self) -> None:
         """Takes calls, goes on with those whose loads and writes have ended. Never waits."""
@@ -145,7 +154,7 @@ class SessionDesk:
 class NoSessions:
     """Of an engine that keeps nothing below its device. Its methods are those of SessionDesk."""
 
-    has_work, count = False, 0
+    has_work, count, patience = False, 0, None
 
     def ask(self, call: SessionCall) -> "Future[SessionAnswer]":
         answer: Future[SessionAnswer] = Future()

@@ -4,12 +4,16 @@ The reference is the model alone, token by token over state of its own: a sessio
 saved, moved or interrupted.
 """
 
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 
+from expertmesh.actors.attention import session_desk
 from expertmesh.actors.attention.engine import Engine
+from expertmesh.actors.attention.loop import EngineLoop
 from expertmesh.actors.attention.messages import (
     EngineFailed,
     GenerateRequest,
@@ -22,6 +26,7 @@ from expertmesh.actors.state import keys, tip
 from expertmesh.actors.state.item import Kind
 from expertmesh.actors.state.keys import extend
 from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
+from expertmesh.actors.state.sessions import HELD_S
 from tests.support.session_store import FakeDisk, FakeStore
 from tests.support.state_model import cached, small_model
 from tests.support.state_oracle import Oracle, Piece, Row, Tap, tap
@@ -328,6 +333,57 @@ def test_an_engine_that_fails_ends_calls_about_sessions() -> None:
     assert isinstance(behind.exception(timeout=0), EngineFailed)
     with pytest.raises(EngineFailed, match="the end"):
         server.engine.session(SessionCall(verb="list", tenant="t/"))
+
+
+@pytest.mark.parametrize("disk", [None, FakeDisk()])
+def test_an_idle_engine_lets_go_of_what_time_has_ended(
+    disk: FakeDisk | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that `resume` holds, then the session itself; nobody asks for anything meanwhile."""
+    server = Server(disk)
+    engine, store = server.engine, server.store
+    server.turn("1", FIRST, 20)
+    engine.cache.evict()
+    server.ask("resume")
+    held, steps = store.held[-1], engine.stats().steps
+    assert held.items and not held.cancelled
+    monkeypatch.setattr(session_desk, "SWEEP_S", 0.01)
+    loop = EngineLoop(engine, lambda outputs: None)
+    loop.start()
+    try:
+        pass_time(engine, HELD_S, lambda: held.cancelled)
+        assert engine.stats().cache.sessions == 1
+        pass_time(engine, 86_400, lambda: engine.stats().cache.sessions == 0)
+    finally:
+        loop.stop()
+    assert engine.stats().steps == steps and not store.disk.pinned
+
+
+def pass_time(engine: Engine, seconds: float, until: Callable[[], bool]) -> None:
+    """For the engine's sessions, so many seconds; for the test, until that is so."""
+    sessions = engine.sessions.sessions  # type: ignore[union-attr]
+    before, end = sessions._clock, time.monotonic() + 20
+    sessions._clock = lambda: before() + seconds
+    while not until():
+        assert time.monotonic() < end, "not within the time"
+        time.sleep(0.002)
+
+
+def test_an_engine_wakes_by_itself_only_for_sessions() -> None:
+    assert cached(RUNNER, 40, 4).patience is None
+    server = Server()
+    assert server.engine.patience is None and not server.engine.has_work
+    server.turn("1", FIRST, 1)
+    assert server.engine.patience == session_desk.SWEEP_S
+    disk = FakeDisk()
+    Server(disk).turn("1", FIRST, 1)
+    disk.sync()
+    restarted = Server(disk)  # it has read nothing yet
+    assert restarted.engine.patience == session_desk.SWEEP_S
+    restarted.run()
+    assert restarted.engine.stats().cache.sessions == 1
+    restarted.engine.fail("the end")
+    assert restarted.engine.patience is None and not restarted.engine.has_work
 
 
 def test_a_prompt_that_is_only_scored_leaves_a_session_too() -> None:
