@@ -9,9 +9,10 @@ from typing import Annotated, Optional
 import typer
 
 from expertmesh import __version__
+from expertmesh.deploy import state_flags
 from expertmesh.deploy.auth.commands import keys
 from expertmesh.deploy.bench.commands import bench
-from expertmesh.deploy.command import LOCAL_URL, URL, run_command
+from expertmesh.deploy.command import LOCAL_URL, URL, option, run_command
 from expertmesh.deploy.cost.commands import cost
 from expertmesh.deploy.doctor.commands import doctor
 from expertmesh.deploy.eval.commands import evaluation
@@ -68,9 +69,7 @@ def root(
     """An expert-parallel inference server for Kimi K3-style models."""
 
 
-# Each option has its variable; naming every one would double the help.
-option = partial(typer.Option, show_envvar=False)
-_MESH, _SCALING, _EDGE, _MODEL, _STATE = "Mesh", "Autoscaling", "Edge", "Model", "State"
+_MESH, _SCALING, _EDGE, _MODEL = "Mesh", "Autoscaling", "Edge", "Model"
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -96,6 +95,19 @@ def _bytes(flag: str, gigabytes: float) -> int:
     if not math.isfinite(size := gigabytes * 1e9):
         raise typer.BadParameter(f"{gigabytes} must be a finite number", param_hint=flag)
     return int(size)
+
+
+def _pages(flag: str, tokens: int) -> int:
+    if tokens % 64:
+        raise typer.BadParameter(f"{tokens} must be a multiple of 64", param_hint=flag)
+    return tokens
+
+
+def _positive(flag: str, value: float) -> float:
+    """Not infinite either, nor no number."""
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value} must be above 0 and finite", param_hint=flag)
+    return value
 
 
 @app.command()
@@ -294,97 +306,23 @@ def serve(
             help="Decoded experts kept per process, beside the packed ones.",
         ),
     ] = 1.0,
-    prefix_cache: Annotated[
-        bool,
-        option(
-            rich_help_panel=_STATE,
-            help="Whether prompts that begin alike share what was computed for them.",
-        ),
-    ] = True,
-    kv_snapshots: Annotated[
-        int,
-        option(
-            min=1,
-            rich_help_panel=_STATE,
-            help="KDA snapshots on the device per replica: from how many places prompts can go on.",
-        ),
-    ] = 16,
-    host_cache_gb: Annotated[
-        float,
-        option(
-            min=0,
-            rich_help_panel=_STATE,
-            help="Host memory per replica for pages and snapshots that leave the device. With "
-            "--state-dir at least 0.067, or two snapshots: what is written there passes through.",
-        ),
-    ] = 0.25,
-    state_dir: Annotated[
-        Optional[Path],  # noqa: UP045
-        option(
-            file_okay=False,
-            rich_help_panel=_STATE,
-            help="Folder for pages, snapshots and sessions that outlive the process; the replicas "
-            "of a node share it. Default: none.",
-        ),
-    ] = None,
-    state_dir_gb: Annotated[
-        Optional[float],  # noqa: UP045
-        option(min=0, rich_help_panel=_STATE, help="Most of its disk that --state-dir may take."),
-    ] = None,
-    sessions_per_tenant: Annotated[
-        int, option(min=1, rich_help_panel=_STATE, help="Most sessions of one API key.")
-    ] = 1024,
-    session_ttl_seconds: Annotated[
-        int,
-        option(
-            min=1,
-            max=10**9,
-            rich_help_panel=_STATE,
-            help="A session that nobody has used for so long is dropped.",
-        ),
-    ] = 86_400,
-    kv_mode: Annotated[
-        str,
-        option(
-            rich_help_panel=_STATE,
-            help="How requests that do not say read old tokens: exact (on the device), offload "
-            "(from host memory, to the same bits) or select (those that matter; an estimate).",
-        ),
-    ] = "exact",
-    kv_offload_gb: Annotated[
-        float,
-        option(
-            min=0,
-            rich_help_panel=_STATE,
-            help="Host memory per replica, beside --host-cache-gb, for old pages of running "
-            "requests in modes offload and select; who finds none left waits.",
-        ),
-    ] = 0.25,
-    kv_window: Annotated[
-        int,
-        option(
-            min=64,
-            rich_help_panel=_STATE,
-            help="Last tokens that stay on the device in modes offload and select, a multiple of "
-            "64.",
-        ),
-    ] = 4096,
-    kv_select_pages: Annotated[
-        int,
-        option(
-            min=1,
-            rich_help_panel=_STATE,
-            help="Old pages that a step of mode select reads exactly, per layer.",
-        ),
-    ] = 64,
-    kv_codec: Annotated[
-        str,
-        option(
-            rich_help_panel=_STATE,
-            help="How pages are packed off the device: raw, lossless, int8 or int4. Of the latter "
-            "two, host memory holds what is not exact: mode select reads that, with proven bounds.",
-        ),
-    ] = "lossless",
+    prefix_cache: Annotated[bool, state_flags.PREFIX_CACHE] = True,
+    kv_snapshots: Annotated[int, state_flags.SNAPSHOTS] = 16,
+    host_cache_gb: Annotated[float, state_flags.HOST_CACHE] = 0.25,
+    state_dir: Annotated[Optional[Path], state_flags.DIR] = None,  # noqa: UP045
+    state_dir_gb: Annotated[Optional[float], state_flags.DIR_SIZE] = None,  # noqa: UP045
+    state_dir_mb_per_s: Annotated[float, state_flags.DIR_RATE] = 64.0,
+    kv_read_seconds: Annotated[float, state_flags.READ_SECONDS] = 2.0,
+    kv_checkpoint_tokens: Annotated[int, state_flags.CHECKPOINTS] = 256,
+    sessions_per_tenant: Annotated[int, state_flags.SESSIONS] = 1024,
+    session_ttl_seconds: Annotated[int, state_flags.SESSION_TTL] = 86_400,
+    kv_mode: Annotated[str, state_flags.MODE] = "exact",
+    kv_offload_gb: Annotated[float, state_flags.OFFLOAD] = 0.25,
+    kv_window: Annotated[int, state_flags.WINDOW] = 4096,
+    kv_sinks: Annotated[int, state_flags.SINKS] = 64,
+    kv_select_pages: Annotated[int, state_flags.SELECT_PAGES] = 64,
+    kv_select_mass: Annotated[float, state_flags.SELECT_MASS] = 0.98,
+    kv_codec: Annotated[str, state_flags.CODEC] = "lossless",
     dry_run: Annotated[
         bool, option("--dry-run", help="Check everything, print the plan, start nothing.")
     ] = False,
@@ -407,8 +345,6 @@ def serve(
     _one_of("--decode-graphs", decode_graphs, "auto", "on", "off")
     _one_of("--kv-mode", kv_mode, "exact", "offload", "select")
     _one_of("--kv-codec", kv_codec, "raw", "lossless", "int8", "int4")
-    if kv_window % 64:
-        raise typer.BadParameter(f"{kv_window} must be a multiple of 64", param_hint="--kv-window")
     options = ServeOptions(
         model=(model or BUNDLED).absolute(),
         expert_actors=expert_actors,
@@ -442,12 +378,17 @@ def serve(
         host_cache_bytes=_bytes("--host-cache-gb", host_cache_gb),
         state_dir=None if state_dir is None else state_dir.absolute(),
         state_dir_bytes=None if state_dir_gb is None else _bytes("--state-dir-gb", state_dir_gb),
+        state_dir_bytes_per_s=1e6 * _positive("--state-dir-mb-per-s", state_dir_mb_per_s),
+        kv_read_seconds=_positive("--kv-read-seconds", kv_read_seconds),
+        kv_checkpoint_tokens=_pages("--kv-checkpoint-tokens", kv_checkpoint_tokens),
         sessions_per_tenant=sessions_per_tenant,
         session_ttl_seconds=session_ttl_seconds,
         kv_mode=kv_mode,
         kv_offload_bytes=_bytes("--kv-offload-gb", kv_offload_gb),
-        kv_window=kv_window,
+        kv_window=_pages("--kv-window", kv_window),
+        kv_sinks=_pages("--kv-sinks", kv_sinks),
         kv_select_pages=kv_select_pages,
+        kv_select_mass=_positive("--kv-select-mass", kv_select_mass),
         kv_codec=kv_codec,
         dry_run=dry_run,
         edge=run_command(with_flags, context.obj or EdgeSettings(), grpc_port, api_keys),

@@ -1,6 +1,7 @@
 """What the commands share: the server they ask, and how a refusal ends them. Imports only typer."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import typer
@@ -9,6 +10,9 @@ Result = TypeVar("Result")
 
 LOCAL_URL = "http://127.0.0.1:8000"
 URL = typer.Option(help="A running server.", envvar="EXPERTMESH_URL")
+
+# Each option of `serve` has its variable; naming every one would double the help.
+option = partial(typer.Option, show_envvar=False)
 
 
 def run_command(command: Callable[..., Result], *arguments: Any) -> Result:

@@ -69,12 +69,17 @@ class ServeOptions:
     host_cache_bytes: int = 250_000_000
     state_dir: Path | None = None
     state_dir_bytes: int | None = None
+    state_dir_bytes_per_s: float = 64e6
+    kv_read_seconds: float = 2.0
+    kv_checkpoint_tokens: int = 256
     sessions_per_tenant: int = 1024
     session_ttl_seconds: int = 86_400
     kv_mode: str = "exact"
     kv_offload_bytes: int = 250_000_000
     kv_window: int = 4096
+    kv_sinks: int = 64
     kv_select_pages: int = 64
+    kv_select_mass: float = 0.98
     kv_codec: str = "lossless"
     dry_run: bool
     edge: EdgeSettings = field(default_factory=EdgeSettings)
@@ -128,20 +133,26 @@ class ServeOptions:
                 f"--state-dir-gb {self.state_dir_bytes / 1e9:g} is too little: the folder takes "
                 f"at least {LEAST_DISK_BYTES / 1e9:.3g}",
             )
-        return StateSettings(
+        settings = StateSettings(
             prefix_cache=self.prefix_cache,
             snapshots=self.kv_snapshots,
             host_bytes=self.host_cache_bytes,
             codec=cast(Codec, self.kv_codec),
             disk=self.state_dir,
             disk_bytes=self.state_dir_bytes,
+            write_bytes_per_s=self.state_dir_bytes_per_s,
+            read_timeout_s=self.kv_read_seconds,
+            checkpoint_tokens=self.kv_checkpoint_tokens,
             sessions_per_tenant=self.sessions_per_tenant,
             session_ttl_s=self.session_ttl_seconds,
             kv_mode=cast(KvMode, self.kv_mode),
             offload_bytes=self.kv_offload_bytes,
             window_tokens=self.kv_window,
+            sink_tokens=self.kv_sinks,
             select_pages=self.kv_select_pages,
+            select_mass=self.kv_select_mass,
         )
+        return settings
 
     @property
     def graphs(self) -> Choice:

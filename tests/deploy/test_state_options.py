@@ -44,30 +44,35 @@ class TestFlags:
     def test_by_default_memory_is_used_and_no_disk(self, serve: Serve) -> None:
         state = serve().state()
         assert state.prefix_cache and state.disk is None and state.kv_mode == "exact"
-        assert (state.host_bytes, state.codec, state.snapshots) == (250_000_000, "lossless", 16)
+        assert state == StateSettings(host_bytes=250_000_000, offload_bytes=250_000_000)
 
     def test_each_reaches_the_engine(self, serve: Serve, tmp_path: Path) -> None:
         options = serve(
             "--no-prefix-cache", "--kv-snapshots", "3", "--host-cache-gb", "1.5", "--state-dir",
             str(tmp_path), "--state-dir-gb", "2", "--kv-mode", "select", "--kv-codec", "int8",
             "--kv-window", "1024", "--kv-select-pages", "9", "--sessions-per-tenant", "5",
-            "--session-ttl-seconds", "60", "--kv-offload-gb", "0.75",
+            "--session-ttl-seconds", "60", "--kv-offload-gb", "0.75", "--kv-sinks", "128",
+            "--kv-select-mass", "0.9", "--kv-checkpoint-tokens", "512", "--kv-read-seconds", "0.5",
+            "--state-dir-mb-per-s", "7.5",
         )  # fmt: skip
         config = preflight.check_folder(options.model)
         assert options.cluster(config, None).engine.state == StateSettings(
             prefix_cache=False, snapshots=3, host_bytes=1_500_000_000, disk=tmp_path,
             disk_bytes=2_000_000_000, kv_mode="select", codec="int8",
             window_tokens=1024, select_pages=9, sessions_per_tenant=5, session_ttl_s=60,
-            offload_bytes=750_000_000,
+            offload_bytes=750_000_000, sink_tokens=128, select_mass=0.9, checkpoint_tokens=512,
+            read_timeout_s=0.5, write_bytes_per_s=7_500_000,
         )  # fmt: skip
 
     def test_also_as_variables_and_in_a_file(self, serve: Serve, tmp_path: Path) -> None:
         file = tmp_path / "serve.yaml"
         file.write_text("prefix-cache: false\nhost_cache_gb: 0\nkv_mode: offload\n")
         file.write_text(file.read_text() + "sessions_per_tenant: 3\nsession_ttl_seconds: 9\n")
+        file.write_text(file.read_text() + "kv_select_mass: 0.5\nkv-sinks: 256\n")
         state = serve("--config", str(file), env={"EXPERTMESH_SERVE_KV_MODE": "select"}).state()
         assert (state.prefix_cache, state.host_bytes, state.kv_mode) == (False, 0, "select")
         assert (state.sessions_per_tenant, state.session_ttl_s) == (3, 9)
+        assert (state.select_mass, state.sink_tokens) == (0.5, 256)
 
     def test_a_folder_means_the_same_everywhere(self, serve: Serve) -> None:
         assert (
@@ -81,6 +86,12 @@ class TestFlags:
             (["--kv-mode", "lossy"], "must be exact, offload or select"),
             (["--kv-codec", "int2"], "must be raw, lossless, int8 or int4"),
             (["--kv-window", "100"], "100 must be a multiple of 64"),
+            (["--kv-sinks", "65"], "--kv-sinks: 65 must be a multiple of 64"),
+            (["--kv-checkpoint-tokens", "100"], "100 must be a multiple of 64"),
+            (["--kv-select-mass", "0"], "--kv-select-mass: 0.0 must be above 0"),
+            (["--kv-select-mass", "1.1"], "less than or equal to 1"),
+            (["--kv-read-seconds", "nan"], "--kv-read-seconds: nan must be above 0 and finite"),
+            (["--state-dir-mb-per-s", "inf"], "--state-dir-mb-per-s: inf must be above 0"),
             (["--kv-snapshots", "0"], "greater than or equal to 1"),
             (["--host-cache-gb", "-1"], "greater than or equal to 0"),
             (["--host-cache-gb", "inf"], "--host-cache-gb: inf must be a finite number"),
