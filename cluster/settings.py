@@ -1,9 +1,9 @@
 """The settings of a whole mesh: the actors' own settings, and how many actors where."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.exchange.settings import ExchangeSettings
@@ -215,6 +215,16 @@ class ClusterSettings(BaseModel):
     load_timeout_s: float = Field(
         default=7200.0, gt=0, description="How long all actors may take to load the weights."
     )
+
+    @model_validator(mode="after")
+    def _state_comes_back(self) -> Self:
+        state = self.engine.state
+        if state.needs_disk:
+            raise ValueError(
+                f"engine.state.codec {state.codec} needs engine.state.disk, or host_bytes 0: host "
+                "memory would keep estimates, and nothing the exact bytes that a hit reads"
+            )
+        return self
 
     @property
     def actors(self) -> int:

@@ -121,7 +121,8 @@ class ServeOptions:
         )
 
     def state(self) -> StateSettings:
-        """Raises Refused for a folder without a limit, and the other way round."""
+        """Raises Refused for a folder without a limit, the other way round, and a codec that would
+        lose what nothing else keeps."""
         if self.state_dir is not None and self.state_dir_bytes is None:
             hint = "a folder without a limit fills its disk"
             raise Refused(ExitCode.USAGE, "--state-dir needs --state-dir-gb", hint)
@@ -152,6 +153,13 @@ class ServeOptions:
             select_pages=self.kv_select_pages,
             select_mass=self.kv_select_mass,
         )
+        if settings.needs_disk:
+            raise Refused(
+                ExitCode.USAGE,
+                f"--kv-codec {self.kv_codec} needs --state-dir: host memory would keep estimates "
+                "of what leaves the device, and nothing the exact bytes that a hit reads",
+                "with --host-cache-gb 0 it needs none: then only mode select uses it",
+            )
         return settings
 
     @property

@@ -37,8 +37,8 @@ class StateSettings(BaseModel):
     )
     codec: Codec = Field(
         "lossless",
-        description="How they are packed there and on disk. int8 and int4 lose precision, and are "
-        "kept apart from what is exact.",
+        description="How they are packed there and on disk. Of int8 and int4 host memory keeps "
+        "estimates and `disk` the exact bytes, which every load reads; mode select proves bounds.",
     )
     disk: Path | None = Field(
         None, description="Folder for pages, snapshots and sessions that outlive the process."
@@ -115,3 +115,9 @@ class StateSettings(BaseModel):
     def lossy(self) -> bool:
         """Whether what comes back from a lower tier is an approximation."""
         return self.codec in ("int8", "int4")
+
+    @property
+    def needs_disk(self) -> bool:
+        """Whether what leaves the device would never come back: host memory keeps estimates of it,
+        every load wants the exact bytes, and there is no disk that has them."""
+        return self.lossy and self.host_bytes > 0 and self.disk is None

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from typer.testing import CliRunner
 
 from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.state.opening import SECRET
 from expertmesh.actors.state.settings import StateSettings
+from expertmesh.cluster.settings import ClusterSettings
 from expertmesh.deploy import preflight, serve_command, state_checks
 from expertmesh.deploy.cli import app
 from expertmesh.deploy.exit_codes import ExitCode, Refused
@@ -122,6 +124,28 @@ class TestFlags:
         with pytest.raises(Refused, match=message) as refused:
             options.engine(preflight.check_folder(options.model))
         assert refused.value.code is ExitCode.USAGE
+
+    @pytest.mark.parametrize("codec", ["int8", "int4"])
+    def test_what_loses_precision_needs_a_folder_that_has_the_rest(
+        self, serve: Serve, codec: str, tmp_path: Path
+    ) -> None:
+        config = preflight.check_folder(serve().model)
+        lossy = ("--kv-codec", codec, "--kv-mode", "select")
+        message = f"--kv-codec {codec} needs --state-dir"
+        with pytest.raises(Refused, match=message) as refused:
+            serve(*lossy).engine(config)
+        assert refused.value.code is ExitCode.USAGE and "--host-cache-gb 0" in refused.value.hint
+        assert serve(*lossy, "--state-dir", str(tmp_path), "--state-dir-gb", "1").engine(config)
+        assert serve(*lossy, "--host-cache-gb", "0").engine(config)
+        # Also where settings come from a file of Ray Serve.
+        engine = {"state": {"codec": codec}}
+        with pytest.raises(ValidationError, match=rf"engine\.state\.codec {codec} needs"):
+            ClusterSettings.model_validate({"load": {"model": tmp_path}, "engine": engine})
+
+    def test_a_refusal_ends_the_command_before_anything_starts(self) -> None:
+        result = CliRunner().invoke(app, ["serve", "--kv-codec", "int4"])
+        assert result.exit_code == ExitCode.USAGE
+        assert "error: --kv-codec int4 needs --state-dir" in result.output
 
     def test_a_request_may_be_longer_than_the_pages_where_old_ones_leave(
         self, serve: Serve

@@ -42,7 +42,7 @@ def test_by_default_there_is_memory_and_no_disk() -> None:
 def test_what_values_say_reaches_the_engine_beside_what_mesh_adds() -> None:
     objects = render(
         state={"prefixCache": False, "snapshots": 3, "hostSize": "1500M", "codec": "int8",
-               "mode": "select", "offloadSize": "1G"},
+               "mode": "select", "offloadSize": "1G", "disk": HOST},
         mesh={"engine": {"pages": 77, "state": {"window_tokens": 1024}}},
     )  # fmt: skip
     state = settings(objects)
@@ -115,6 +115,7 @@ def test_the_secret_goes_to_those_who_read_and_write() -> None:
         ({"state.offloadSize": "3500Mi"}, "must be below attention.resources.memory 4Gi"),
         ({"mesh": {"engine": {"state": {"disk": "/x"}}}}, "mesh.engine.state.disk is decided by"),
         ({"mesh": {"engine": {"state": {"snapshots": 2}}}}, "mesh.engine.state.snapshots is"),
+        ({"state.codec": "int4"}, "state.codec int4 needs state.disk: host memory would keep"),
         ({"state.codec": "zip"}, "/state/codec': value must be one of"),
         ({"state.snapshots": 0}, "/state/snapshots': minimum"),
         ({"state.disk.mountPath": "state"}, "/state/disk/mountPath': 'state' does not match"),

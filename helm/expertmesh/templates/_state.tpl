@@ -62,6 +62,9 @@ ephemeral:
 {{- if and $v.state.encryption.existingSecret (eq $disk.type "none") }}
 {{- fail "state.encryption.existingSecret needs state.disk: nothing else is encrypted" }}
 {{- end }}
+{{- if and (has $v.state.codec (list "int8" "int4")) (eq $disk.type "none") (ne (include "expertmesh.bytes" $v.state.hostSize | int64) 0) }}
+{{- fail (printf "state.codec %s needs state.disk: host memory would keep estimates, and nothing the exact bytes that a hit reads" $v.state.codec) }}
+{{- end }}
 {{- $memory := include "expertmesh.bytes" $v.attention.resources.memory | int64 }}
 {{- $host := add (include "expertmesh.bytes" $v.state.hostSize) (include "expertmesh.bytes" $v.state.offloadSize) | mul $v.attention.actorsPerPod }}
 {{- if ge (add $host (include "expertmesh.bytes" $v.attention.shmSize)) $memory }}
