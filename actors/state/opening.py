@@ -17,12 +17,16 @@ SECRET = "EXPERTMESH_STATE_SECRET"
 
 
 def open_tiers(
-    layout: StateLayout, settings: StateSettings, wake: Callable[[], None]
+    layout: StateLayout,
+    settings: StateSettings,
+    wake: Callable[[], None],
+    transit_bytes: int | None = None,
 ) -> TieredStore | None:
     """None where the settings name no tier. A folder that cannot be used costs what is in it, not
     the service: it is told and done without.
 
-    wake: called, from other threads, when something that was asked for is there. Raises ValueError
+    wake: called, from other threads, when something that was asked for is there. transit_bytes: as
+    TieredStore has it. Raises ValueError
     for a secret that is too short.
     """
     disk: DiskLog | None = None
@@ -39,4 +43,4 @@ def open_tiers(
             _log.error("state is not kept on disk: %s: %s", settings.disk, error)
     if disk is None and not settings.host_bytes:
         return None
-    return TieredStore(layout, settings, disk=disk, wake=wake)
+    return TieredStore(layout, settings, disk=disk, wake=wake, transit_bytes=transit_bytes)

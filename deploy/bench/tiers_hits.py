@@ -117,7 +117,7 @@ def _tiers(
             _evict(engine)
     times, total = [], _Read()
     for _ in range(trials):
-        _forget_files(folder)
+        forget_files(folder)
         with subject.engine(_settings(prompt, disk)) as engine:
             _warm(subject, engine)
             times.append(Driver(engine).one(prompt, 1))
@@ -183,7 +183,7 @@ def _evict(engine: Engine) -> None:
     engine.cache.evict()
 
 
-def _forget_files(folder: Path) -> None:
+def forget_files(folder: Path) -> None:
     """Asks the system to drop what it has cached of these files, so that a read is a read."""
     for path in folder.rglob("*"):
         if path.is_file():

@@ -13,12 +13,17 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.stats import CacheStats
+from expertmesh.deploy.bench.tiers_hits import LEAST_BYTES, forget_files
 from expertmesh.deploy.eval.driver import Driver, Timed
 from expertmesh.deploy.eval.subject import Subject
 
 STEP_TOKENS = 512
 QUESTION_TOKENS = 48
-SYSTEMS = ("recompute", "hot", "hot+host", "hot+host+disk")
+Answers = list[list[int]]
+# What the first answers is what the others' answers are held against.
+SYSTEMS = ("hot", "recompute", "hot+host", "hot+host+disk")
+# Of the prefixes' state, what host memory has room for where there is a disk.
+HOST_SHARE = 0.1
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +40,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """hits: share of prompt tokens not computed again, by tier. read_bytes: from the tiers below,
-    packed, per generated token."""
+    packed, per generated token. same: share of answers that are the ones of `hot`, token by token;
+    1, for nothing here is an estimate."""
 
     system: str
     clients: int
@@ -43,6 +49,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     first_p50_s: float
     first_p99_s: float
+    same: float
     hits: dict[str, float]
     read_bytes: dict[str, float]
 
@@ -52,8 +59,11 @@ def loads(
 ) -> list[Load]:
     """folder: for the disk tier; empty. Every system answers the same requests in the same order
     after every prefix has been asked about twice. The system with a disk is started again in
-    between, so that it finds everything on the disk and nothing above."""
+    between, so that it finds everything on the disk and nothing above; its host memory has room for
+    HOST_SHARE of it, and before each number of clients the system forgets what it has cached of
+    the files."""
     found: list[Load] = []
+    expected: dict[int, Answers] = {}
     for system in SYSTEMS:
         settings = _settings(subject, system, work, folder)
         with subject.engine(settings) as engine:
@@ -61,28 +71,35 @@ def loads(
                 for number in range(2):
                     Driver(engine).all(_each(subject, work, number), 1, 1)
             if settings.state.disk is None:
-                found += _measured(subject, engine, system, work, told)
+                found += _measured(subject, engine, system, work, expected, told)
         if settings.state.disk is not None:
-            with subject.engine(settings) as engine:
-                found += _measured(subject, engine, system, work, told)
+            with subject.engine(_above_a_disk(subject, settings, work), 0) as engine:
+                found += _measured(subject, engine, system, work, expected, told)
     return found
 
 
 def _measured(
-    subject: Subject, engine: Engine, system: str, work: Work, told: Callable[[str], None]
-) -> Iterator[Load]:
-    driver = Driver(engine)
+    subject: Subject, engine: Engine, system: str, work: Work, expected: dict[int, Answers],
+    told: Callable[[str], None],
+) -> Iterator[Load]:  # fmt: skip
+    """expected: by the number of clients; filled by the first system."""
+    driver, disk = Driver(engine), engine.settings.state.disk
     for clients in work.clients:
+        if disk is not None:
+            forget_files(disk)
         before = engine.stats().cache
         done = driver.all(_drawn(subject, work, clients), work.answer, clients)
-        one = _load(system, clients, done, before, engine.stats().cache)
+        now = engine.stats().cache
+        right = expected.setdefault(clients, [one.ids for one in done])
+        one = _load(system, clients, done, right, before, now)
         told(f"{system}, {clients} clients: {one.tokens_per_s:.0f} tokens/s")
         yield one
 
 
 def _load(
-    system: str, clients: int, done: list[Timed], before: CacheStats, now: CacheStats
-) -> Load:
+    system: str, clients: int, done: list[Timed], right: Answers,
+    before: CacheStats, now: CacheStats,
+) -> Load:  # fmt: skip
     seconds = max(one.asked + one.last_s for one in done) - min(one.asked for one in done)
     first = sorted(one.first_s for one in done)
     tokens = sum(len(one.ids) for one in done)
@@ -95,6 +112,7 @@ def _load(
         system=system, clients=clients, requests=len(done), tokens_per_s=tokens / seconds,
         first_p50_s=statistics.median(first),
         first_p99_s=first[min(len(first) - 1, int(0.99 * len(first)))],
+        same=statistics.fmean(one.ids == ids for one, ids in zip(done, right, strict=True)),
         hits={
             tier: (count - before.hits_by_tier.get(tier, 0)) / queries
             for tier, count in now.hits_by_tier.items()
@@ -111,8 +129,7 @@ def _settings(subject: Subject, system: str, work: Work, folder: Path) -> Engine
     running = most * (per_prefix + per_request)
     pages = running + (work.prefixes * per_prefix if system == "hot" else 0)
     snapshots = 2 * work.prefixes if system == "hot" else 2
-    prefix_bytes = per_prefix * subject.page_bytes + 2 * subject.slot_bytes
-    everything = 2 * work.prefixes * prefix_bytes
+    everything = 2 * _stored(subject, work)  # and what their questions add
     state = StateSettings(prefix_cache=False, host_bytes=0)
     if system == "hot":
         state = StateSettings(host_bytes=0, snapshots=snapshots)
@@ -121,9 +138,21 @@ def _settings(subject: Subject, system: str, work: Work, folder: Path) -> Engine
     elif system == "hot+host+disk":
         state = StateSettings(
             host_bytes=everything, snapshots=snapshots, disk=folder,
-            disk_bytes=max(256 << 20, 4 * everything),
+            disk_bytes=max(LEAST_BYTES, 4 * everything),
         )  # fmt: skip
     return EngineSettings(pages=pages, slots=most, step_tokens=STEP_TOKENS, state=state)
+
+
+def _above_a_disk(subject: Subject, settings: EngineSettings, work: Work) -> EngineSettings:
+    """The same with the host memory that it is measured with: else that soon has everything."""
+    host = {"host_bytes": int(HOST_SHARE * _stored(subject, work))}
+    return settings.model_copy(update={"state": settings.state.model_copy(update=host)})
+
+
+def _stored(subject: Subject, work: Work) -> int:
+    """Bytes of the prefixes' state, not packed."""
+    each = pages_for(work.context) * subject.page_bytes + 2 * subject.slot_bytes
+    return work.prefixes * each
 
 
 def _asked(subject: Subject, work: Work, number: int, question: str) -> list[int]:

@@ -169,7 +169,7 @@ def _hit(one: Hit) -> dict[str, str]:
 def _load(one: Load) -> dict[str, str]:
     return {
         "system": one.system, "clients": str(one.clients), "tokens/s": f"{one.tokens_per_s:.0f}",
-        "first ms": _ms(one.first_p50_s), "p99": _ms(one.first_p99_s),
+        "first ms": _ms(one.first_p50_s), "p99": _ms(one.first_p99_s), "same": f"{one.same:.0%}",
         "hits": ", ".join(f"{tier} {share:.0%}" for tier, share in one.hits.items()),
         "bytes/token": ", ".join(f"{t} {n / 1024:.0f} KiB" for t, n in one.read_bytes.items() if n),
     }  # fmt: skip

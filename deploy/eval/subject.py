@@ -84,12 +84,14 @@ class Subject:
         return [rng.randrange(self.tokenizer.ordinary) for _ in range(tokens)]
 
     @contextmanager
-    def engine(self, settings: EngineSettings) -> Iterator[Engine]:
+    def engine(
+        self, settings: EngineSettings, transit_bytes: int | None = None
+    ) -> Iterator[Engine]:
         """An engine with an empty device and with the tiers that its settings name; for its caller
-        to step."""
+        to step. transit_bytes: as TieredStore has it."""
         state = self._model.new_state(settings.pages, settings.slots, settings.state.places)
         arrived = threading.Event()
-        tiers = open_tiers(state.layout, settings.state, arrived.set)
+        tiers = open_tiers(state.layout, settings.state, arrived.set, transit_bytes)
         try:
             yield Engine(
                 self._model, state, self._exchange, settings, self.config.eos,

@@ -1,13 +1,17 @@
 """`expertmesh bench tiers`: small runs of every part on a tiny model of random weights."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from expertmesh.deploy.bench import tiers_memory, tiers_report
+from expertmesh.actors.attention.engine import Engine
+from expertmesh.deploy.bench import tiers_load, tiers_memory, tiers_report
 from expertmesh.deploy.bench.codec_errors import Errors
 from expertmesh.deploy.bench.codecs import Row
 from expertmesh.deploy.bench.tiers_hits import hits, slower
@@ -17,7 +21,7 @@ from expertmesh.deploy.bench.tiers_recall import PAGES, recall
 from expertmesh.deploy.bench.tiers_report import PARTS, Measured
 from expertmesh.deploy.cli import app
 from expertmesh.deploy.eval.cases import Maker
-from expertmesh.deploy.eval.driver import EngineEnded
+from expertmesh.deploy.eval.driver import Driver, EngineEnded, Timed
 from expertmesh.deploy.eval.filler import Prose
 from expertmesh.deploy.eval.subject import Subject
 from tests.support.wordy import write_wordy
@@ -97,7 +101,49 @@ def test_every_system_answers_the_same_requests(measured: Measured) -> None:
     for one in found:
         assert one.requests == 3 and one.tokens_per_s > 0
         assert 0 < one.first_p50_s <= one.first_p99_s
-    assert not found[0].hits and sum(found[1].hits.values()) > 0.5
+        assert one.same == 1.0
+    hot, again, *_ = found
+    assert not again.hits and sum(hot.hits.values()) > 0.5
+
+
+def test_a_disk_is_measured_below_little_memory_and_cold(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten, capacities = list[Path](), list[int]()
+    whole = Subject.engine
+
+    @contextmanager
+    def watched(*arguments: Any) -> Iterator[Engine]:
+        with whole(*arguments) as engine:
+            capacities.append(engine.stats().cache.store.host.capacity_bytes)
+            yield engine
+
+    monkeypatch.setattr(Subject, "engine", watched)
+    monkeypatch.setattr(tiers_load, "forget_files", forgotten.append)
+    monkeypatch.setattr(tiers_load, "SYSTEMS", ("hot+host+disk",))
+    work = Work(prefixes=3, context=128, requests=1, answer=1, clients=(1, 2))
+    loads(subject, work, tmp_path)
+    stored = 3 * (2 * subject.page_bytes + 2 * subject.slot_bytes)
+    filled, little = capacities
+    assert filled >= stored and little == max(stored // 10, 2 * subject.slot_bytes)
+    assert forgotten == [tmp_path, tmp_path]
+
+
+def test_what_is_said_otherwise_counts_against_a_system(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, real = [True, False], Driver.all
+
+    def all_but_one(self: Driver, *arguments: Any) -> list[Timed]:
+        done = real(self, *arguments)
+        if len(done) == 2 and not answers.pop(0):
+            done[0].ids = [-1]
+        return done
+
+    monkeypatch.setattr(Driver, "all", all_but_one)
+    monkeypatch.setattr(tiers_load, "SYSTEMS", ("hot", "recompute"))
+    work = Work(prefixes=1, context=64, requests=2, answer=1, clients=(1,))
+    assert [one.same for one in loads(subject, work, tmp_path)] == [1.0, 0.5]
 
 
 def test_old_pages_leave_the_device_and_are_accounted_for_on_the_host(
@@ -136,6 +182,8 @@ def test_every_part_has_its_table_and_its_plot(
         assert title in done.output
     assert "…" not in done.output and f"{measured.hits[0].recompute_s * 1e3:.1f}" in done.output
     report = json.loads((tmp_path / "new" / "tiers.json").read_text())
+    assert all(one["same"] == 1 for one in report["load"])
+    assert all(tiers_report._load(one)["same"] == "100%" for one in measured.load)
     crossover = subject.slot_bytes / subject.page_bytes * 64
     assert report["crossover"][checkpoint.name] == pytest.approx(crossover)
     for part in PARTS:

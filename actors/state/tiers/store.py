@@ -24,7 +24,7 @@ _TICK_S = 0.02
 _READERS = {"host-read": 2, "disk-read": 3}  # threads
 _TOUCHES, _MOST_TOUCHES = 64, 4096  # names noted at a time, and calls that may wait for that
 # Items on their way to the disk pass through host memory; so much it has even where `host_bytes` is
-# less.
+# less, unless a measurement wants less.
 TRANSIT_BYTES = 64 << 20
 
 
@@ -44,15 +44,17 @@ class TieredStore:
         disk: DiskLog | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Clock = time.monotonic,
+        transit_bytes: int | None = None,
     ) -> None:
         """disk: opened; the store closes it. wake: called, on any thread and without a lock, when
-        a fetch has ended."""
+        a fetch has ended. transit_bytes: instead of TRANSIT_BYTES."""
         self._settings, self._log = settings, disk
         self._lock = threading.RLock()
         self._pins: set[Name] = set()
         capacity = settings.host_bytes
         if disk is not None:
-            capacity = max(capacity, TRANSIT_BYTES, 2 * layout.nbytes(Kind.SNAPSHOT))
+            transit = TRANSIT_BYTES if transit_bytes is None else transit_bytes
+            capacity = max(capacity, transit, 2 * layout.nbytes(Kind.SNAPSHOT))
         self._host = HostTier(capacity, self.on_disk)
         self._cold = None if disk is None else ColdTier(disk, layout, clock)
         self._loads = Loads(
