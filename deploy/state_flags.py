@@ -62,6 +62,6 @@ SELECT_MASS = _state(
 )
 CODEC = _state(
     help="How pages are packed off the device: raw, lossless, int8 or int4. Of the latter two, "
-    "host memory keeps estimates and --state-dir, which they need, the rest: every hit reads the "
-    "disk for the exact bytes. Their worth: mode select proves bounds by them.",
+    "host memory keeps estimates and --state-dir, which they need, the exact bytes, which every "
+    "load reads there. What they are for: mode select proves bounds by them.",
 )
