@@ -44,8 +44,8 @@ def cut_off_the_grid(patch: MonkeyPatch) -> None:
 def named_when_scheduled(patch: MonkeyPatch) -> None:
     begin = StateCache.begin
 
-    def early(self: StateCache, seqs: Any) -> None:
-        begin(self, seqs)
+    def early(self: StateCache, seqs: Any, grown: Any = ()) -> None:
+        begin(self, seqs, grown)
         for seq in seqs:
             whole = prefix.last_start(seq.prompt_len) // batch.PAGE_TOKENS
             for at in range(seq.prefix.published, whole):
@@ -101,27 +101,35 @@ def snapshot_of_another_length(patch: MonkeyPatch) -> None:
     """The state's name is made from how far the pages reach."""
     starts = Lookup._starts
 
-    def longer(self: Lookup, seq: Any, have: Any) -> list[Start]:
+    def longer(self: Lookup, seq: Any, pages: int, have: Any, below: bool) -> Any:
         found = []
-        for start in starts(self, seq, have):
-            *pages, snapshot = start.names
-            more = batch.PAGE_TOKENS * (len(pages) + 1)
-            if more <= prefix.last_start(seq.readable + 1) and pages:
-                page = prefix.Name(seq.prefix.key(len(pages), seq.tokens), Kind.PAGE)
-                if have(page):
-                    start = Start(more, [*pages, page, snapshot])
+        for start in starts(self, seq, pages, have, below):
+            *names, snapshot = start.names
+            more = batch.PAGE_TOKENS * (len(names) + 1)
+            if more <= prefix.last_start(seq.readable + 1) and names:
+                page = prefix.Name(seq.prefix.key(len(names), seq.tokens), Kind.PAGE)
+                if have(page) or self.device.has(page):
+                    start = Start(more, [*names, page, snapshot])
             found.append(start)
-        return found
+        return iter(found)
 
     patch.setattr(Lookup, "_starts", longer)
 
 
-def nothing_left_to_compute(patch: MonkeyPatch) -> None:
-    def whole(tokens: int) -> int:
-        return tokens // batch.PAGE_TOKENS * batch.PAGE_TOKENS
+def state_of_the_whole_prompt(patch: MonkeyPatch) -> None:
+    """A hit stops before the prompt's last token, and yet the state is the one behind it."""
+    here = Lookup.here
 
-    for module in (cache, lookup):
-        patch.setattr(module, "last_start", whole)
+    def behind(self: Lookup, seq: Any) -> Start:
+        start = here(self, seq)
+        if start.names and start.position + batch.PAGE_TOKENS == seq.prompt_len:
+            key = seq.prefix.key(len(start.names) - 1, seq.tokens)
+            snapshot = prefix.Name(key, Kind.SNAPSHOT)
+            if self.device.has(snapshot):
+                return Start(start.position, [*start.names[:-1], snapshot])
+        return start
+
+    patch.setattr(Lookup, "here", behind)
 
 
 def saved_at_the_end_of_the_chunk(patch: MonkeyPatch) -> None:
@@ -155,9 +163,9 @@ def loads_not_waited_for(patch: MonkeyPatch) -> None:
     gate, layer = threading.Event(), Stored.layer
     begin, arrived = StateCache.begin, StateCache.arrived
 
-    def shut(self: StateCache, seqs: Any) -> None:
+    def shut(self: StateCache, seqs: Any, grown: Any = ()) -> None:
         gate.clear()
-        begin(self, seqs)
+        begin(self, seqs, grown)
 
     def slow(self: Stored, part: int, index: int, out: torch.Tensor) -> None:
         assert gate.wait(30)
@@ -215,7 +223,9 @@ def keeps_believing_in_a_load(patch: MonkeyPatch) -> None:
 def one_load_holds_up_all(patch: MonkeyPatch) -> None:
     attach = StateCache.attach
     patch.setattr(
-        StateCache, "attach", lambda self, seq: None if self.loading else attach(self, seq)
+        StateCache,
+        "attach",
+        lambda self, seq, first=True: None if self.loading else attach(self, seq, first),
     )
 
 
@@ -234,9 +244,9 @@ def dense_snapshots(patch: MonkeyPatch) -> None:
 
 def long_blocks(patch: MonkeyPatch) -> None:
     starts = Lookup._starts
-    patch.setattr(Lookup, "_starts", lambda self, seq, have: [
-        start for start in starts(self, seq, have) if start.position % 512 == 0
-    ])  # fmt: skip
+    patch.setattr(Lookup, "_starts", lambda self, seq, pages, have, below: iter([
+        start for start in starts(self, seq, pages, have, below) if start.position % 512 == 0
+    ]))  # fmt: skip
 
 
 def weak_names(patch: MonkeyPatch) -> None:

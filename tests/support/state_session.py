@@ -57,7 +57,7 @@ class Session:
                 self.cached[output.request_id] = max(known, output.cached_tokens)
             collect(outputs, self.answers)
             check_books(self.engine)
-            assert self.engine.failed is None
+            assert self.engine.failed is None, self.engine.failed
             if self.store is not None:
                 self.store.tick()
 
