@@ -450,14 +450,22 @@ def test_without_tiers_there_are_no_sessions_and_requests_are_served_all_the_sam
     assert engine.session(call).result(timeout=0).problem == "unknown"
 
 
-def test_a_page_that_was_not_filled_is_saved_with_nothing_of_its_former_owner() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [(60, 10), (30, 5)],
+    ids=["opened by the answer", "had from the start"],
+)
+def test_a_page_that_was_not_filled_is_saved_with_nothing_of_its_former_owner(
+    prompt: int, count: int
+) -> None:
     server = Server()
     server.engine.state.latents.fill_(777.0)  # every page has had another owner
-    server.turn("1", FIRST[:60], 10)  # the answer opens a second page
+    server.turn("1", FIRST[:prompt], count)
+    end = prompt + count - 1  # the last token was only drawn
     (begun,) = (
         item
         for name, item in server.store.host.items()
-        if name.kind is Kind.PAGE and item.header.position == 69
+        if name.kind is Kind.PAGE and item.header.position == end
     )
     rows = begun.parts[0]
-    assert (rows[:, :5] != 0).any() and not (rows[:, 5:] != 0).any()
+    assert (rows[:, : end % 64] != 0).any() and not (rows[:, end % 64 :] != 0).any()
