@@ -1,6 +1,8 @@
 """Where a queued sequence can begin: found once, and found to be otherwise when it is."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +10,11 @@ import pytest
 from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams
 from expertmesh.actors.attention.sequence import Sequence
 from expertmesh.actors.state.cache import StateCache
-from expertmesh.actors.state.item import Kind
+from expertmesh.actors.state.item import Item, Kind
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.store import Store
 from expertmesh.actors.state.tree import NOTHING, PrefixTree
-from tests.support.session_store import FakeStore
+from tests.support.session_store import FakeFetch, FakeStore
 from tests.support.state_model import poisoned, small_model
 
 IDS = [(7 * i + 3) % 64 for i in range(6 * 64 + 9)]
@@ -21,9 +23,9 @@ IDS = [(7 * i + 3) % 64 for i in range(6 * 64 + 9)]
 class Device:
     """A cache with the state of IDS: all pages, and a snapshot at 192 and at 384 tokens."""
 
-    def __init__(self, store: Store | None = None) -> None:
+    def __init__(self, store: Store | None = None, **settings: Any) -> None:
         state = poisoned(small_model().model, 20, 4, 4)
-        self.cache = StateCache(state, StateSettings(host_bytes=0), b"model", store)
+        self.cache = StateCache(state, StateSettings(host_bytes=0, **settings), b"model", store)
         self.writer = self.queued(1)
         self.pages = self.cache.pages.take(1, 6)
         for at, page in enumerate(self.pages):
@@ -34,8 +36,9 @@ class Device:
             header = self.writer.prefix.header(Kind.SNAPSHOT, at, IDS)
             self.cache.device.name_snapshot(header, place)
 
-    def queued(self, number: int, ids: list[int] = IDS) -> Sequence:
-        request = GenerateRequest(f"r{number}", ids, SamplingParams(max_tokens=5))
+    def queued(self, number: int, ids: list[int] = IDS, resumed: Iterable[int] = ()) -> Sequence:
+        params = SamplingParams(max_tokens=5)
+        request = GenerateRequest(f"r{number}", ids, params, resume_ids=list(resumed))
         seq = Sequence(request, number, 0, frozenset())
         self.cache.open(seq, "")
         return seq
@@ -126,3 +129,40 @@ def test_who_may_not_load_yet_weighs_nothing_meanwhile(monkeypatch: pytest.Monke
     lookup._held = {}
     assert device.cache.attach(seq, first=False) == 5
     assert lookup.waiting == 0 and seq.computed == 384
+
+
+class Shared(FakeStore):
+    """Another replica has written to its disk what a look at it brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[Item] = []
+        self.looks: list[FakeFetch] = []
+
+    def look(self) -> FakeFetch:
+        self.looks.append(FakeFetch(done=False))
+        return self.looks[-1]
+
+    def seen(self) -> None:
+        """The look has ended."""
+        for item in self.written:
+            self.put(item)
+        self.looks[-1].items, self.looks[-1].done = [], True
+
+
+def test_an_heir_looks_for_what_was_written_last() -> None:
+    """Whoever goes on where another replica was lost; others do not wait for what may be there."""
+    store = Shared()
+    device = Device(store, disk=Path("disk"), disk_bytes=64 << 20)
+    device.cache.lookup._note_due = math.inf  # it was looked at just now
+    end = device.writer.prefix.header(Kind.SNAPSHOT, 5, IDS).name
+    names = [*device.writer.prefix.page_names(6, IDS), end]
+    store.written = device.cache.device.items(names)
+    for page in device.pages:
+        device.cache.device.forget_page(page)
+    other, heir = device.queued(2), device.queued(3, resumed=[1, 2])
+    assert device.cache.attach(other) == other.computed == 0 and not store.looks
+    assert device.cache.attach(heir) is None and len(store.looks) == 1
+    store.seen()
+    assert device.cache.attach(heir) == 0 and heir.computed == 384
+    assert len(store.looks) == 1
