@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertmesh.actors.state.offload.base_rows import BaseRows
+from expertmesh.actors.state.offload.certify import bound, terms
 from expertmesh.actors.state.offload.selection import Query, select_certified
 from expertmesh.actors.state.settings import StateSettings
 from tests.support.latents import HEADS, RANK, SCALE, WIDTH, correlated, queries
@@ -51,6 +52,24 @@ def test_the_error_is_within_the_bound_or_all_is_read(
     expected = exact(query, rows)
     error = (found.out_HR - expected).norm(dim=1) / found.out_HR.norm(dim=1)
     assert (error <= found.bound).all()
+
+
+def test_the_bound_is_no_larger_than_errors_may_be() -> None:
+    """One head and the worst that estimates may do: half the bound would not hold."""
+    none = torch.zeros(1, 8)
+    weights, side = torch.full((1, 8), 1 / 8), torch.tensor([3.0, 4.0])
+    # All values off by as much, the same way, none of the scores.
+    out, errors = torch.tensor([[2.0, 1.0]]), torch.full((8,), side.norm())
+    claimed = bound(*terms(weights, none, none, errors), out)
+    assert side.norm() <= claimed < 1.01 * side.norm()
+    # One score too low by all its slack, on which all of the difference hangs.
+    slack, values = none.clone(), torch.zeros(8, 2)
+    slack[0, 0], values[0] = 0.5, side
+    out, scores = weights @ values, weights.log()
+    distance = (values - out).norm(dim=1)[None]
+    error = ((scores + slack).softmax(dim=1) @ values - out).norm()
+    claimed = bound(*terms(weights, slack, distance, torch.zeros(8)), out)
+    assert error <= claimed < 1.3 * error
 
 
 def test_scores_are_within_their_slack_and_values_within_their_distance() -> None:
