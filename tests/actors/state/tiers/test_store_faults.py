@@ -131,6 +131,24 @@ def test_a_read_that_hangs_costs_its_deadline_and_nobody_else_anything(
     until(lambda: store.stats().host.pinned == 0)
 
 
+def test_after_a_read_that_hangs_the_next_one_reads_anew(open_store: Open, on_disk: OnDisk) -> None:
+    disk, clock = FakeDisk(), FakeClock()
+    items = pages("a", 1)
+    on_disk(disk, items)
+    store = open_store(disk, clock)
+    disk.reading.clear()
+    late = store.fetch(names(items), 2.0)
+    until(lambda: disk.started == names(items))
+    clock.now += 2.0
+    assert late.done and late.reason == "timeout"
+    clock.now += 30.0  # it is believed to be there again, and the first reader still hangs
+    again = store.fetch(names(items), 2.0)
+    until(lambda: disk.started == 2 * names(items))
+    disk.reading.set()
+    loaded = finished(again).items
+    assert loaded is not None and all(map(same, items, loaded))
+
+
 def test_a_full_disk_stops_writes_and_nothing_else(open_store: Open, on_disk: OnDisk) -> None:
     disk = FakeDisk()
     old = pages("old", 3)
