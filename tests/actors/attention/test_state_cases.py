@@ -132,6 +132,26 @@ def test_lengths_around_a_page(length: int) -> None:
     assert longer in (most, length // PAGE_TOKENS * PAGE_TOKENS)
 
 
+@pytest.mark.parametrize("mode", ["exact", "offload", "select"])
+def test_prompts_that_end_at_a_page_in_every_mode(mode: str) -> None:
+    """Snapshots lie before and behind their last token, on the device and below. Selection reads
+    all that is old while it is so little."""
+    state = {"kv_mode": mode, "sink_tokens": 64, "window_tokens": 64}
+    one = session(MemoryStore(faults=Faults(delay=1)), state=state, step_tokens=128)
+    for length in (383, 384, 385):
+        prompt, start = ids(length, 450), (length - 1) // PAGE_TOKENS * PAGE_TOKENS
+        assert one.ask(f"cold {length}", prompt[:length], 2) == 0
+        assert one.ask(f"longer {length}", prompt, 1) >= start
+        assert one.ask(f"warm {length}", prompt[:length], 2) == start
+        one.engine.cache.evict()
+        assert one.ask(f"from below {length}", prompt[:length], 2) == start
+    one.submit("last", prompt, 5)
+    one.step(3)
+    assert (one.engine.stats().cache.offloaded_bytes > 0) == (mode != "exact")
+    one.finish()
+    one.check_all(["last"])
+
+
 @pytest.mark.parametrize("step_tokens", [64, 512])
 def test_what_is_told_of_a_prompt_is_told_of_all_of_it(step_tokens: int) -> None:
     """Scores and routing are only known of tokens that are computed, cached or not."""
