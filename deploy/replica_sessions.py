@@ -39,13 +39,19 @@ async def ask_replicas(
     seated: Callable[[str, Holder], None] = lambda session, holder: None,
 ) -> SessionAnswer:
     """The answer of the mesh. seated: called with a session whose next request belongs to one
-    replica. Raises EngineUnavailable when no replica answers."""
+    replica. Raises EngineUnavailable when no replica answers, or too few for an answer that is
+    true of all."""
     if not holders:
         raise EngineUnavailable("there is no attention replica")
     if call.verb == "list":
         return _merged(await _all(holders, call))
     if call.verb == "delete":
-        return _worst([answer for _, answer in await _all(holders, call)])
+        answers = [answer for _, answer in await _all(holders, call)]
+        worst = _worst(answers)
+        if worst.problem in (None, "unknown"):
+            gone = "it is gone elsewhere, but they may have it" if worst.problem is None else ""
+            _all_have_answered(call, len(answers), len(holders), gone)
+        return worst
     holder = await _newest(call, holders)
     if holder is None:
         return SessionAnswer(problem="unknown", message=f"there is no session {call.session!r}")
@@ -64,6 +70,7 @@ async def _newest(call: SessionCall, holders: Sequence[Holder]) -> Holder | None
     views = [(holder, answer.view) for holder, answer in await _all(holders, look)]
     known = [(view, holder) for holder, view in views if view is not None]
     if not known:
+        _all_have_answered(call, len(views), len(holders))
         return None
 
     def rank(one: tuple[SessionView, Holder]) -> tuple[int, int, float]:
@@ -87,6 +94,16 @@ async def _all(holders: Sequence[Holder], call: SessionCall) -> list[tuple[Holde
     if not given:
         raise next(answer for answer in answers if isinstance(answer, BaseException))
     return given
+
+
+def _all_have_answered(call: SessionCall, answers: int, holders: int, known: str = "") -> None:
+    """Raises EngineUnavailable unless they have: who is silent may be the one that knows it."""
+    if answers < holders:
+        known = known or "whether they have it is not known"
+        raise EngineUnavailable(
+            f"session {call.session!r}: {holders - answers} of {holders} replicas do not answer; "
+            f"{known}"
+        )
 
 
 def _worst(answers: Sequence[SessionAnswer]) -> SessionAnswer:

@@ -308,10 +308,17 @@ class TestReplicas:
         assert ask("delete", one, two, three)[0].problem == "timeout"
 
     def test_nobody_knows_it_or_nobody_answers(self) -> None:
-        assert ask("suspend", Holder(), Holder(silent=True))[0].problem == "unknown"
         for holders in ((), (Holder(silent=True),), (Holder(silent=True), Holder(silent=True))):
             with pytest.raises(EngineUnavailable):
                 ask("suspend", *holders)
+
+    def test_who_is_silent_may_be_the_one_that_knows_it(self) -> None:
+        for verb in ("show", "suspend", "resume", "fork", "delete"):
+            with pytest.raises(EngineUnavailable, match="1 of 2 replicas do not answer; whether"):
+                ask(verb, Holder(), Holder(silent=True))
+        with pytest.raises(EngineUnavailable, match="it is gone elsewhere, but they may have it"):
+            ask("delete", Holder(s=1), Holder(silent=True))
+        assert ask("suspend", Holder(s=1), Holder(silent=True))[0].suspended is not None
 
 
 class TestClient:

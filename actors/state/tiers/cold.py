@@ -31,8 +31,9 @@ class DiskRead(NamedTuple):
 
 
 class ColdTier:
-    """What can be had from the disk. `read_all` blocks and needs no lock; the rest only looks at
-    memory and is called with the store's lock held."""
+    """What can be had from the disk. `read_all` blocks and needs no lock, `has` and `newer` need
+    none either, for the engine's thread asks; the rest only looks at memory and is called with the
+    store's lock held."""
 
     def __init__(self, log: DiskLog, layout: StateLayout, clock: Clock) -> None:
         self.log, self._layout = log, layout

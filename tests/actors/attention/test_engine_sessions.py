@@ -317,6 +317,19 @@ def test_a_request_can_be_aborted_while_its_session_is_looked_for() -> None:
     assert server.ask("show").view.tokens == 120
 
 
+@pytest.mark.parametrize("disk", [None, FakeDisk()])
+def test_a_turn_under_way_does_not_bring_a_deleted_session_back(disk: FakeDisk | None) -> None:
+    server = Server(disk)
+    _, _ = server.turn("1", FIRST, 5)
+    server.submit("2", [*FIRST, 1], 20)
+    for _ in range(5):
+        server.engine.step()
+    assert server.ask("delete").deleted == "s"  # at once; the turn goes on
+    assert len(server.tap.seen["2"]) == 20 and server.ask("list").views == []
+    server.turn("3", FIRST, 2)  # begun after it
+    assert [view.session_id for view in server.ask("list").views] == ["s"]
+
+
 def test_an_engine_that_fails_ends_calls_about_sessions() -> None:
     disk = FakeDisk()
     Server(disk).turn("1", FIRST, 20)

@@ -1,5 +1,9 @@
 """When a tier is left alone: breaker, write limit, negative cache, measured bandwidth."""
 
+import sys
+import threading
+import time
+
 import pytest
 
 from expertmesh.actors.state.item import Kind, Name
@@ -103,6 +107,43 @@ def test_absence_is_believed_for_a_while_and_one_generation() -> None:
     absent.add(NAME)
     clock.now += 31
     assert NAME not in absent
+
+
+def test_of_what_is_absent_the_oldest_is_forgotten_first() -> None:
+    clock = FakeClock()
+    absent = NegativeCache(clock, ttl_s=30, most=3)
+    names = [Name(bytes([at]) * 32, Kind.PAGE) for at in range(5)]
+    for name in [*names[:3], names[0], names[3]]:
+        absent.add(name)
+    assert [name in absent for name in names] == [True, False, True, True, False]
+    clock.now += 31
+    absent.add(names[4])
+    assert len(absent) == 1
+
+
+def test_absence_can_be_asked_for_while_it_changes() -> None:
+    """By the engine's thread, which takes no lock for it."""
+    absent, failed, end = NegativeCache(time.monotonic), list[Exception](), time.monotonic() + 0.5
+
+    def ask() -> None:
+        try:
+            while time.monotonic() < end:
+                assert (NAME in absent) in (True, False)
+        except Exception as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while asking.is_alive():
+            absent.add(NAME)
+            absent.forget(NAME)
+        asking.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
 
 
 def test_bandwidth_learns_latency_and_rate() -> None:
