@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from expertmesh.actors.attention.messages import GenerateRequest, TokenOutput
+from expertmesh.actors.attention.messages import GenerateRequest, KvReport, TokenOutput
 from expertmesh.deploy.mailbox import Mailbox
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ class TrackedRequest:
     or not it has read them. losses: attempts in a row that brought no token and ended because
     their replica was lost; all_losses: however much they brought. taken: whether a replica ever
     had it. setback: why the last attempt came to nothing. deadline: until when it waits for a
-    replica, in monotonic seconds.
+    replica, in monotonic seconds. read: how old tokens were read by earlier attempts, read_now: by
+    the present one.
     """
 
     __slots__ = (
@@ -35,6 +36,8 @@ class TrackedRequest:
         "mover",
         "placing",
         "queued",
+        "read",
+        "read_now",
         "request",
         "setback",
         "taken",
@@ -52,6 +55,8 @@ class TrackedRequest:
         self.deadline = 0.0
         self.placing = False  # whether somebody is looking for a replica for it
         self.mover: asyncio.Task[None] | None = None
+        self.read: KvReport | None = None
+        self.read_now: KvReport | None = None
 
     def next_attempt(self, known: int = 0) -> GenerateRequest:
         """The request as the next replica gets it: it goes on after what was received. known:
@@ -59,6 +64,8 @@ class TrackedRequest:
         name = self.request.request_id
         self.wire_id = f"{name}~{self.attempts}" if self.attempts else name
         self.attempts += 1
+        if self.read_now is not None:
+            self.read, self.read_now = self.read_now.after(self.read), None
         self.queued = len(self.request.prompt_ids) - known + len(self.ids)
         return msgspec.structs.replace(
             self.request, request_id=self.wire_id, resume_ids=self.ids.copy()
@@ -74,6 +81,9 @@ class TrackedRequest:
         if output.token_ids:
             self.ids += output.token_ids
             self.losses = 0
+        if output.kv is not None:
+            self.read_now = output.kv
+            output.kv = output.kv.after(self.read)
         self.mailbox.put(output)
 
 

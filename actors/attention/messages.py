@@ -107,6 +107,21 @@ class KvReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     bound: float = 0.0
     bound_kind: str = "estimate"
 
+    def after(self, before: "KvReport | None") -> "KvReport":
+        """Of the whole request: this engine has gone on where another one was lost. What holds
+        everywhere is the weaker of two claims."""
+        if before is None:
+            return self
+        proven = self.bound_kind == before.bound_kind == "certificate"
+        return KvReport(
+            mode=self.mode,
+            bits=self.bits or before.bits,
+            read_pages=before.read_pages + self.read_pages,
+            estimated_pages=before.estimated_pages + self.estimated_pages,
+            bound=max(before.bound, self.bound),
+            bound_kind="certificate" if proven else "estimate",
+        )
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """rank: 1 = most likely. top: the most likely tokens with their log-probabilities, best first;
@@ -127,7 +142,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     [positions, MoE layers, top_k] of the positions computed since the last output, from the
     prompt's first on; the last generated token is never computed and has no entry. A resumed
     request reports neither the prompt nor positions that were reported before. cached_tokens: of
-    the prompt, not computed for this request. kv: with the last output, unless all was exact.
+    the prompt, not computed for this request. kv: of all steps so far, unless all was exact.
     lost: the engine has failed, not the request; another engine can go on with it. error_field: the
     part of the request that the error is about, where it is the request's own.
     """
