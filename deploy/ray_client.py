@@ -161,7 +161,8 @@ class RayEngineClient:
         ready, reason = self.ready()
         if not ready:
             raise EngineUnavailable(reason)
-        return await ask_replicas(call, self._up(), seated)
+        # Also those that are down: they may only be silent, and know it all the same.
+        return await ask_replicas(call, list(self._links.values()), seated)
 
     # --- placing ------------------------------------------------------------------------------
 

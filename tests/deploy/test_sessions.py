@@ -358,10 +358,14 @@ class TestClient:
             assert scene.owner("q") is scene.replicas[1]
             scene.replicas[1].say(out("q", 1, finish="stop"))
             assert (await task).token_ids == [1]
-            # One that has died is left out; without any there is no answer.
+            # One that has died is not needed where another knows it, but has deleted nothing.
             scene.replicas[1].dead.set()
             view_of = SessionCall(verb="show", tenant="a/", session="s")
             assert (await scene.client.session(view_of)).view is not None
+            await until(lambda: "down" in scene.links().values())
+            with pytest.raises(EngineUnavailable, match="1 of 2 replicas do not answer"):
+                await scene.client.session(msgspec.structs.replace(view_of, verb="delete"))
+            # Without any there is no answer.
             scene.replicas[0].dead.set()
             await until(lambda: set(scene.links().values()) == {"down"})
             with pytest.raises(EngineUnavailable):
