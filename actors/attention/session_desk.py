@@ -82,14 +82,15 @@ class SessionDesk:
 
     @property
     def has_work(self) -> bool:
-        due = self.patience is not None and self.sessions.sweep_due
+        # Asked between all steps: what is seldom due comes before what counts tenants.
+        due = self.sessions.sweep_due and self.patience is not None
         return bool(self._calls) or self._errands.ready or due
 
     @property
     def patience(self) -> float | None:
         """Seconds after which to look for work though nothing has arrived: time alone ends
         sessions, and loads that are held for them. None where there can be neither."""
-        if self._closed is None and (self.count or self.sessions.durable):
+        if self._closed is None and (self.sessions.durable or self.count):
             return SWEEP_S
         return None
 

@@ -295,8 +295,8 @@ class Sessions:
     def stay_active(self, manifest: Manifest) -> None:
         """The disk has not taken this version for good: whatever it says, it is not suspended. A
         sweep tries again."""
-        name = self.name(manifest.tenant, manifest.session)
-        if self._version(name) == manifest.version:
+        if self.is_now(manifest):
+            name = self.name(manifest.tenant, manifest.session)
             entry = self._entries[name]
             entry.manifest = msgspec.structs.replace(entry.manifest, suspended=False)
             self._unwritten[name] = None
@@ -308,14 +308,14 @@ class Sessions:
         name = self.name(manifest.tenant, manifest.session)
         if self.durable:
             yield from self._synced()
-            if self._version(name) != manifest.version:
+            if not self.is_now(manifest):
                 return False
             item = to_item(manifest, self.fingerprint, self._layout)
             if not self.store.put(item, durable=True, pinned=True):
                 raise SessionProblem("full", "there is no room for it")
             self._entries[name].handed = True
             yield from self._synced()
-        if self._version(name) != manifest.version:
+        if not self.is_now(manifest):
             return False
         self._written(name)
         return True
