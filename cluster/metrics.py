@@ -246,6 +246,10 @@ PREFIX_CACHE_PAGES = Metric(
     "Pages on the device that no sequence uses and the cache keeps; they are given up when needed.",
     _ENGINE,
 )  # fmt: skip
+PREFIX_CACHE_LENT = Metric(
+    "prefix_cache_lent_pages", "gauge",
+    "Those of them that hold snapshots which have no place of their own.", _ENGINE,
+)  # fmt: skip
 TIER_HIT_TOKENS = Metric(
     "state_tier_hit_tokens", "counter", "Tokens that were not computed again, by where they were.",
     (*_ENGINE, "tier"),

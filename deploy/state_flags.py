@@ -9,7 +9,8 @@ _state = partial(option, rich_help_panel="State")
 PREFIX_CACHE = _state(help="Whether prompts that begin alike share what was computed for them.")
 SNAPSHOTS = _state(
     min=1,
-    help="KDA snapshots on the device per replica: from how many places prompts can go on.",
+    help="Places for KDA snapshots on the device per replica: from how many prompts can go on, and "
+    "from more while there are pages that nobody needs.",
 )
 HOST_CACHE = _state(
     min=0,

@@ -84,7 +84,7 @@ class StateCache:
         self.lookup.stop(seq)
         self._free_places(prefix)
         prefix.published, prefix.looked, prefix.asks = 0, False, 0
-        prefix.start, prefix.shared, prefix.rungs = NOWHERE, [], []
+        prefix.start, prefix.shared, prefix.lent, prefix.rungs = NOWHERE, [], (), []
 
     @property
     def loading(self) -> int:
@@ -126,6 +126,7 @@ class StateCache:
             prefix.shared.append(NOTHING)  # it goes on writing there: that page must be its own
         mine = [page for page in prefix.shared if page != NOTHING]
         self.pages.share(seq.number, mine)
+        prefix.lent = self.device.lent(start.names[-1]) if start.names else ()
         return len(mine)
 
     def _forget_tip(self, seq: Owner) -> None:
@@ -144,7 +145,7 @@ class StateCache:
     def detach(self, seq: Owner) -> None:
         """It does not start yet, and lets go of the pages on the device."""
         self.pages.give_back(seq.number, [p for p in seq.prefix.shared if p != NOTHING])
-        seq.prefix.shared, seq.computed = [], 0
+        seq.prefix.shared, seq.prefix.lent, seq.computed = [], (), 0
 
     def pages_of(self, seq: Owner, count: int) -> list[int]:
         """The sequence's pages, `count` in all, those that it shares among them; besides, what its
@@ -180,13 +181,16 @@ class StateCache:
         in which they were admitted. grown: pages that others have got since the last step, of which
         a part may be kept, and nothing of a former owner with it."""
         fills = []
+        for seq in seqs:
+            # By ownership, not by length: a one-token prompt must not inherit a stranger's state.
+            self.state.zero_slot(seq.slot)
+            if seq.prefix.lent:  # before any page is written: they may be of others since `attach`
+                self.device.restore(seq.slot, seq.prefix.lent)
         self.state.zero_pages(grown)
         for seq in seqs:
             prefix = seq.prefix
             shared = {page for page in prefix.shared if page != NOTHING}
             self.state.zero_pages([page for page in seq.near if page not in shared])
-            # By ownership, not by length: a one-token prompt must not inherit a stranger's state.
-            self.state.zero_slot(seq.slot)
             if prefix.start.position:
                 fills += self._restore(seq)
             if prefix.loaded:
@@ -204,13 +208,13 @@ class StateCache:
         *pages, last = prefix.start.names
         content = None
         node = self.device.find(last)
-        if node is None:
-            content = prefix.loaded[last]
-        else:
-            self.state.restore(seq.slot, node.snapshot)
+        if node is not None:
+            if not prefix.lent:
+                self.state.restore(seq.slot, node.snapshot)
             if prefix.hit is None:  # else it begins again from what was its own
-                deeper = prefix.start.position < last_start(seq.prompt_len)
-                self.device.tree.order.used(node.snapshot, deeper=deeper)
+                self.device.used(node, deeper=prefix.start.position < last_start(seq.prompt_len))
+        elif not prefix.lent:
+            content = prefix.loaded[last]
         copied = [
             (seq.pages[at], prefix.loaded[name])
             for at, name in enumerate(pages)
@@ -231,7 +235,7 @@ class StateCache:
         if prefix.hit is not None:
             return
         prefix.hit = min(prefix.start.position, seq.prompt_len)
-        self.device.tree.order.tick()
+        self.device.tick()
         self._count.queries += seq.prompt_len
         self._count.hits += prefix.hit
         tiers = self._count.hits_by_tier
@@ -434,6 +438,7 @@ class StateCache:
             cached_pages=self.pages.idle,
             snapshots=device.tree.snapshots,
             snapshot_bytes=device.tree.snapshots * self.state.slot_bytes,
+            lent_pages=device.tree.lent_pages,
             evicted_pages=device.evicted_pages,
             evicted_snapshots=device.evicted_snapshots,
             loading=self.lookup.waiting,

@@ -2,28 +2,46 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from expertmesh.actors.state.filling import take_out
 from expertmesh.actors.state.item import Header, Item, Kind, Name
+from expertmesh.actors.state.lending import Lending
 from expertmesh.actors.state.model_state import ModelState
-from expertmesh.actors.state.pages import Pool, SharedPool
+from expertmesh.actors.state.pages import NOBODY, Pool, SharedPool
 from expertmesh.actors.state.tree import NOTHING, Node, PrefixTree
 
 
 class DeviceState:
     """Engine's thread only. `pages.free` counts named pages that nobody uses.
 
-    Two budgets: pages that sequences do not need are all for the cache, snapshots have their own
-    places. In both, what is of least use makes way.
+    Snapshots have places of their own, pages that sequences do not need are for both: a snapshot
+    that must leave its place lies in pages, as long as these were idle for longer than it was, and
+    goes as pages do. What is of least use makes way.
     """
 
-    def __init__(self, state: ModelState) -> None:
+    def __init__(self, state: ModelState, lend: bool = True) -> None:
+        """lend: whether snapshots may lie in pages."""
         self.state, self.layout = state, state.layout.fingerprint
         self.pages = SharedPool("page", state.pages, self._page_lost)
         self.tree = PrefixTree()
         self.evicted_pages = self.evicted_snapshots = 0
         self._places = Pool("snapshot", state.snapshots) if state.snapshots else None
+        self._lending = Lending(state) if lend and state.snapshots and state.page_bytes else None
+
+    def tick(self) -> None:
+        """A request begins: by these, use is dated."""
+        self.tree.order.tick()
+        self.pages.now = self.tree.order.now
+
+    def used(self, node: Node, deeper: bool) -> None:
+        """A request begins from a node's snapshot. deeper: which leaves one further on."""
+        if node.lent:
+            # Superseded ones would make room first: they age on.
+            self.pages.touch(() if deeper else node.lent)
+        else:
+            self.tree.order.used(node.snapshot, deeper=deeper)
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -35,8 +53,13 @@ class DeviceState:
         node = self.tree.get(name.key)
         if node is None:
             return None
-        place = node.page if name.kind is Kind.PAGE else node.snapshot
-        return node if place != NOTHING else None
+        here = node.page != NOTHING if name.kind is Kind.PAGE else node.saved
+        return node if here else None
+
+    def lent(self, name: Name) -> tuple[int, ...]:
+        """Pages in which the named snapshot lies, if it has no place of its own."""
+        node = self.find(name) if self.tree.lent_pages else None
+        return () if node is None else node.lent
 
     def items(self, names: Sequence[Name]) -> list[Item]:
         """Host copies of those of the names that are on the device."""
@@ -54,12 +77,22 @@ class DeviceState:
         return self.state.paged()[:, page]
 
     def saved(self, node: Node) -> tuple[Tensor, Tensor]:
-        """KDA matrices and conv windows of a node's snapshot."""
+        """KDA matrices and conv windows of a node's snapshot; copies where it lies in pages."""
+        if node.lent and self._lending is not None:
+            kda, conv = (torch.empty_like(x) for x in self.slot(0))
+            self._lending.read(node.lent, kda, conv)
+            return kda, conv
         return self.state.saved_kda[:, node.snapshot], self.state.saved_conv[:, node.snapshot]
 
     def slot(self, slot: int) -> tuple[Tensor, Tensor]:
         """The same of a running sequence, as they are now."""
         return self.state.kda[:, slot], self.state.conv[:, slot]
+
+    def restore(self, slot: int, lent: Sequence[int]) -> None:
+        """A copy of the snapshot in these pages, whoever has them by now: until the next step
+        begins, nothing is written there."""
+        assert self._lending is not None
+        self._lending.read(lent, *self.slot(slot))
 
     # --- naming -------------------------------------------------------------------------------
 
@@ -81,15 +114,16 @@ class DeviceState:
         """From now on others find what is in this place. None when it was known already. rung: it
         is one of a ladder, there for edits alone."""
         node = self.tree.node(header)
-        if node is None or node.snapshot != NOTHING:
+        if node is None or node.saved:
             self.give_place_back(place)
             return None
         self.tree.put_snapshot(node, place, rung)
         return node
 
     def take_place(self, rung: bool = False) -> int | None:
-        """Room for a snapshot; the one of least use makes way. None when all are being written, or
-        when a rung of a ladder would drive out what is likelier to be of use.
+        """Room for a snapshot; the one of least use makes way, to pages where there are some. None
+        when all are being written, or when a rung of a ladder would drive out what is likelier to
+        be of use.
 
         A sequence that starts from that one in this very step has copied it before it changes.
         """
@@ -97,10 +131,29 @@ class DeviceState:
             return None
         if not self._places.free:
             least = self.tree.least_snapshot()
-            if least is None or (rung and self.tree.order.likely(least.snapshot)):
+            if least is None:
                 return None
-            self.forget_snapshot(least)
+            likely = self.tree.order.likely(least.snapshot)
+            if not (likely and self._lend(least)):
+                if likely and rung:
+                    return None
+                self.forget_snapshot(least)
         return self._places.take(0, 1)[0]
+
+    def _lend(self, node: Node) -> bool:
+        """Pages take a node's snapshot, where some are free or were idle for longer."""
+        if self._lending is None:
+            return False
+        used = self.tree.order.last_use(node.snapshot)
+        pages = self.pages.take_older(NOBODY, self._lending.pages, used)
+        if pages is None:
+            return False
+        self._lending.write(node.snapshot, pages)
+        for page in pages:
+            self.pages.keep(page)
+        self.give_place_back(self.tree.lend(node, pages))
+        self.pages.give_back(NOBODY, pages)
+        return True
 
     def give_place_back(self, place: int) -> None:
         assert self._places is not None
@@ -109,27 +162,35 @@ class DeviceState:
     # --- forgetting ---------------------------------------------------------------------------
 
     def forget_snapshot(self, node: Node) -> None:
-        self.give_place_back(self.tree.drop_snapshot(node))
+        if node.lent:
+            for page in self.tree.drop_lent(node):
+                self.pages.forget(page)
+        else:
+            self.give_place_back(self.tree.drop_snapshot(node))
         self.evicted_snapshots += 1
 
     def forget_page(self, page: int) -> Node | None:
         """Nobody finds this page any more, nor the snapshot behind it. The node they were of."""
         node = self.tree.of_page(page)
         if node is not None:
-            if node.snapshot != NOTHING:
+            if node.saved:
                 self.forget_snapshot(node)
             self.tree.drop_page(page)
             self.pages.forget(page)
         return node
 
     def _page_lost(self, page: int) -> None:
+        node = self.tree.lent_to(page)
+        if node is not None:  # of no use without this page
+            self.forget_snapshot(node)
+            return
         self.tree.drop_page(page)
         self.evicted_pages += 1
 
     def evict(self, pages: int, snapshots: int) -> None:
         """Forgets up to so many pages that nobody uses, and snapshots, those of least use first."""
         self.pages.forget_idle(pages)
-        while snapshots and (node := self.tree.least_snapshot()) is not None:
+        while snapshots and (node := self.tree.oldest_lent() or self.tree.least_snapshot()):
             self.forget_snapshot(node)
             snapshots -= 1
 

@@ -21,7 +21,7 @@ class SnapshotOrder(Generic[NameT]):
     """Names, each with the time of its last use. The clock is the caller's requests: `tick`."""
 
     def __init__(self) -> None:
-        self._now = 0
+        self.now = 0
         self._used: dict[NameT, int] = {}
         self._factor: dict[NameT, int] = {}
         self._begun: dict[NameT, int] = {}  # how often a request has begun from it
@@ -31,16 +31,16 @@ class SnapshotOrder(Generic[NameT]):
 
     def tick(self) -> None:
         """A request has begun."""
-        self._now += 1
+        self.now += 1
 
     def made(self, name: NameT, *, rung: bool = False) -> None:
         """rung: it is there for edits alone."""
-        self._used[name], self._begun[name] = self._now, 0
+        self._used[name], self._begun[name] = self.now, 0
         self._factor[name] = RUNG if rung else 1
 
     def used(self, name: NameT, *, deeper: bool) -> None:
         """A request begins from it. deeper: which leaves a snapshot further on."""
-        self._used[name] = self._now
+        self._used[name] = self.now
         self._begun[name] += 1
         self._factor[name] = SUPERSEDED if deeper and self._begun[name] == 1 else 1
 
@@ -51,9 +51,13 @@ class SnapshotOrder(Generic[NameT]):
         """Whether it is neither superseded nor an unused rung."""
         return self._factor[name] == 1
 
+    def last_use(self, name: NameT) -> int:
+        """By the clock."""
+        return self._used[name]
+
     def victim(self) -> NameT | None:
         """The one of least use. O(names): there are a few dozen."""
-        now, factor = self._now, self._factor
+        now, factor = self.now, self._factor
         return max(
             self._used, key=lambda name: (now - self._used[name] + 1) * factor[name], default=None
         )

@@ -199,7 +199,7 @@ class Lookup:
         least = 0 if tip is None else len(tip.keys)
         for count in range(pages, least, -1):
             node = prefix.nodes[count - 1] if count <= len(prefix.nodes) else None
-            if not below and (node is None or node.snapshot == NOTHING):
+            if not below and (node is None or not node.saved):
                 continue
             snapshot = Name(prefix.keys[count - 1], Kind.SNAPSHOT)
             if below and not have(snapshot):

@@ -8,6 +8,7 @@ pools only count: zeroing a slot for its new owner is the engine's step (ModelSt
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
+from itertools import islice, takewhile
 
 from expertmesh.actors.model.batch import PAGE_TOKENS
 
@@ -85,7 +86,8 @@ class Pool:
 
 
 class SharedPool(Pool):
-    """Pages that may be read by several sequences and stay when nobody uses them.
+    """Pages that may be read by several sequences and stay when nobody uses them. now: the time of
+    whoever sets it, by which `take_older` goes.
 
     A page is written by the one sequence that took it. Once `keep` says that its content is known
     by a name it is never written again: others `share` it, and when its last user gives it back
@@ -95,12 +97,14 @@ class SharedPool(Pool):
     """
 
     def __init__(self, kind: str, size: int, forgotten: Callable[[int], None]) -> None:
-        """forgotten(page): its content is about to be lost. Not called by `forget`."""
+        """forgotten(page): its content is about to be lost; may `forget` others. Not called by
+        `forget`."""
         super().__init__(kind, size)
         self._forgotten = forgotten
         self._users: list[set[int]] = [set() for _ in range(size)]
         self._kept: set[int] = set()
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, int] = OrderedDict()  # since when
+        self.now = 0
 
     @property
     def free(self) -> int:
@@ -125,6 +129,14 @@ class SharedPool(Pool):
             self._users[page].add(owner)
         return taken
 
+    def take_older(self, owner: int, count: int, time: int) -> list[int] | None:
+        """As `take`, of free pages and of those that lie idle since before that time. None, and
+        all stays as it was, where there are not so many."""
+        older = takewhile(lambda since: since < time, self._idle.values())
+        if len(self._free) + sum(1 for _ in islice(older, count)) < count:
+            return None
+        return self.take(owner, count)
+
     def share(self, owner: int, pages: Iterable[int]) -> None:
         """`owner` reads these known pages too. Raises OwnershipError."""
         for page in pages:
@@ -147,19 +159,22 @@ class SharedPool(Pool):
             self._free.append(page)
 
     def forget_idle(self, count: int) -> int:
-        """Forgets up to `count` idle pages, the longest idle first; how many there were."""
-        some = max(0, min(count, len(self._idle)))
-        for _ in range(some):
+        """Forgets `count` idle pages if there are so many, the longest idle first, and those that
+        are worth nothing without them; how many there were."""
+        before = len(self._free)
+        while self._idle and len(self._free) < before + count:
             page, _ = self._idle.popitem(last=False)
             self._kept.discard(page)
             self._forgotten(page)
             self._free.append(page)
-        return some
+        return len(self._free) - before
 
-    def touch(self, page: int) -> None:
-        """As if an idle page had been given back just now."""
-        if page in self._idle:
-            self._idle.move_to_end(page)
+    def touch(self, pages: Iterable[int]) -> None:
+        """As if idle pages had been given back just now."""
+        for page in pages:
+            if page in self._idle:
+                self._idle[page] = self.now
+                self._idle.move_to_end(page)
 
     def give_back(self, owner: int, numbers: list[int]) -> None:
         for page in reversed(numbers):
@@ -169,7 +184,7 @@ class SharedPool(Pool):
             if self._users[page]:
                 continue
             if page in self._kept:
-                self._idle[page] = None
+                self._idle[page] = self.now
             else:
                 self._free.append(page)
 

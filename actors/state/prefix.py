@@ -53,11 +53,12 @@ class Prefix:
     which snapshots are due. saving: those of the step under way, with their place. junction: where
     it parts from what was known. rungs: those of the ladder that it has left. saved_at: position of
     the last state that a loss of this process leaves. checkpoints: names of snapshots that only
-    this sequence uses. start, shared: where it begins, and the pages that it reads for that. fetch,
-    asked_at, loaded: what comes from lower tiers, since when, and what has come. noted, looked:
-    whether the disk was looked at anew, and whether the tiers were asked. asks, aim: how often they
-    were, and where it could begin by their last answer. hit: tokens of the prompt that the first
-    start did not compute.
+    this sequence uses. start, shared, lent: where it begins, the pages that it reads for that, and
+    those in which the snapshot lies where it has no place of its own. fetch, asked_at, loaded: what
+    comes from lower tiers, since when, and what has come. noted, looked: whether the disk was
+    looked at anew, and whether the tiers were asked. asks, aim: how often they were, and where it
+    could begin by their last answer. hit: tokens of the prompt that the first start did not
+    compute.
     """
 
     root: bytes
@@ -76,6 +77,7 @@ class Prefix:
     checkpoints: list[Name] = field(default_factory=list)
     start: Start = NOWHERE
     shared: list[int] = field(default_factory=list)
+    lent: tuple[int, ...] = ()
     fetch: Fetch | None = None
     asked_at: float = 0.0
     noted: bool = False

@@ -23,7 +23,8 @@ class StateSettings(BaseModel):
     snapshots: int = Field(
         16,
         ge=1,
-        description="KDA snapshots on the device, beside the slots of running sequences.",
+        description="Places for KDA snapshots on the device, beside the slots of running "
+        "sequences. More of them lie in pages that nobody needs.",
     )
     ladder_tokens: int = Field(
         4096,

@@ -58,6 +58,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     lost_tips: int = 0
     nodes: int = 0
     cached_pages: int = 0
+    lent_pages: int = 0  # of these, what holds snapshots that have no place of their own
     snapshots: int = 0
     snapshots_total: int = 0
     snapshot_bytes: int = 0

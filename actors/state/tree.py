@@ -5,7 +5,7 @@ parent's key is part of it. Latent pages and snapshots are two payloads joined b
 node has a page, few have a snapshot, and either may be gone while the other stays (kv-state 3.1).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from expertmesh.actors.state.eviction import SnapshotOrder
@@ -17,7 +17,8 @@ NOTHING = -1
 
 @dataclass(slots=True)
 class Node:
-    """A prefix that ends at `position`. page, snapshot: where on the device; NOTHING when not."""
+    """A prefix that ends at `position`. page, snapshot: where on the device; NOTHING when not.
+    lent: pages in which its snapshot lies instead."""
 
     key: bytes
     parent: bytes
@@ -26,6 +27,12 @@ class Node:
     lineage: Lineage
     page: int = NOTHING
     snapshot: int = NOTHING
+    lent: tuple[int, ...] = ()
+
+    @property
+    def saved(self) -> bool:
+        """Whether its snapshot is on the device."""
+        return self.snapshot != NOTHING or bool(self.lent)
 
     def header(self, kind: Kind, layout: bytes) -> Header:
         return Header(self.key, kind, self.parent, self.position, self.tokens, self.lineage, layout)
@@ -38,6 +45,7 @@ class PrefixTree:
         self._nodes: dict[bytes, Node] = {}
         self._by_page: dict[int, Node] = {}
         self._snapshots: dict[int, Node] = {}
+        self._lent: dict[int, Node] = {}  # by each of the pages
         self.order = SnapshotOrder[int]()
 
     def __len__(self) -> int:
@@ -48,7 +56,12 @@ class PrefixTree:
 
     @property
     def snapshots(self) -> int:
+        """In places of their own."""
         return len(self._snapshots)
+
+    @property
+    def lent_pages(self) -> int:
+        return len(self._lent)
 
     def get(self, key: bytes) -> Node | None:
         return self._nodes.get(key)
@@ -96,6 +109,27 @@ class PrefixTree:
         self._prune(node)
         return snapshot
 
+    def lend(self, node: Node, pages: Sequence[int]) -> int:
+        """Its snapshot lies in these pages from now on; which place of the device is free."""
+        node.lent = tuple(pages)
+        self._lent.update(dict.fromkeys(pages, node))
+        return self.drop_snapshot(node)
+
+    def drop_lent(self, node: Node) -> tuple[int, ...]:
+        """Forgets a node's snapshot; in which pages it lay."""
+        pages, node.lent = node.lent, ()
+        for page in pages:
+            del self._lent[page]
+        self._prune(node)
+        return pages
+
+    def oldest_lent(self) -> Node | None:
+        return next(iter(self._lent.values()), None)
+
+    def lent_to(self, page: int) -> Node | None:
+        """Whose snapshot lies in this page."""
+        return self._lent.get(page)
+
     def of_page(self, page: int) -> Node | None:
         return self._by_page.get(page)
 
@@ -104,11 +138,14 @@ class PrefixTree:
         none of them being written. Raises OwnershipError."""
         pages = [node.page for node in self if node.page != NOTHING]
         saved = [node.snapshot for node in self if node.snapshot != NOTHING]
+        lent = [page for node in self for page in node.lent]
         if sorted(pages) != sorted(self._by_page) or sorted(saved) != sorted(self._snapshots):
             raise OwnershipError(f"nodes have pages {pages} and snapshots {saved}, the tree others")
-        if len(saved) != places or any(n.page == n.snapshot == NOTHING for n in self):
+        if sorted(lent) != sorted(self._lent) or self._lent.keys() & self._by_page.keys():
+            raise OwnershipError(f"snapshots lie in pages {lent}, of which the tree knows others")
+        if len(saved) != places or any(n.page == NOTHING and not n.saved for n in self):
             raise OwnershipError(f"{places} snapshots are in use, nodes have {saved}")
 
     def _prune(self, node: Node) -> None:
-        if node.page == NOTHING and node.snapshot == NOTHING:
+        if node.page == NOTHING and not node.saved:
             self._nodes.pop(node.key, None)

@@ -17,6 +17,7 @@ _CACHE: tuple[tuple[Metric, Callable[[CacheStats], float]], ...] = (
     (metrics.PREFIX_CACHE_CEILING, lambda c: c.ceiling),
     (metrics.PREFIX_CACHE_RECOMPUTED, lambda c: c.recomputed_state),
     (metrics.PREFIX_CACHE_PAGES, lambda c: c.cached_pages),
+    (metrics.PREFIX_CACHE_LENT, lambda c: c.lent_pages),
     (metrics.STATE_LOADS, lambda c: c.loads),
     (metrics.STATE_LOADS_FAILED, lambda c: c.loads_failed),
     (metrics.STATE_LOAD_SECONDS, lambda c: c.load_seconds),

@@ -17,7 +17,8 @@ DISK = TierStats(
 )  # fmt: skip
 CACHE = CacheStats(
     queries=1000, hits=640, hits_by_tier={"hot": 512, "disk": 128}, ceiling=0.75,
-    recomputed_state=64, cached_pages=7, snapshots=3, snapshots_total=16, snapshot_bytes=300,
+    recomputed_state=64, cached_pages=7, lent_pages=6, snapshots=3, snapshots_total=16,
+    snapshot_bytes=300,
     evicted_pages=20, evicted_snapshots=1, loads=5, loads_failed=2, load_seconds=1.5, loading=1,
     checkpoints=9, sessions=4, lost_tips=3, offloaded_bytes=40,
     offload_capacity_bytes=50, selected_pages=30, skipped_pages=70,
@@ -39,7 +40,8 @@ def test_the_cache_of_each_engine(text: str) -> None:
     for name, value in (
         ("prefix_cache_queries_total", 1000), ("prefix_cache_hits_total", 640),
         ("prefix_cache_ceiling_perc", 0.75), ("prefix_cache_recomputed_tokens_total", 64),
-        ("prefix_cache_pages", 7), ("state_loads_total", 5), ("state_loads_failed_total", 2),
+        ("prefix_cache_pages", 7), ("prefix_cache_lent_pages", 6),
+        ("state_loads_total", 5), ("state_loads_failed_total", 2),
         ("state_load_seconds_total", 1.5), ("state_loading", 1), ("state_checkpoints_total", 9),
         ("state_sessions", 4), ("state_sessions_lost_total", 3), ("state_threads_dead", 1),
         ("state_offloaded_bytes", 40), ("state_offload_capacity_bytes", 50),
