@@ -21,14 +21,14 @@ class DeviceState:
     goes as pages do. What is of least use makes way.
     """
 
-    def __init__(self, state: ModelState, lend: bool = True) -> None:
-        """lend: whether snapshots may lie in pages."""
+    def __init__(self, state: ModelState) -> None:
         self.state, self.layout = state, state.layout.fingerprint
         self.pages = SharedPool("page", state.pages, self._page_lost)
         self.tree = PrefixTree()
         self.evicted_pages = self.evicted_snapshots = 0
         self._places = Pool("snapshot", state.snapshots) if state.snapshots else None
-        self._lending = Lending(state) if lend and state.snapshots and state.page_bytes else None
+        # None: a snapshot that leaves its place is forgotten.
+        self.lending = Lending(state) if state.snapshots and state.page_bytes else None
 
     def tick(self) -> None:
         """A request begins: by these, use is dated."""
@@ -78,9 +78,9 @@ class DeviceState:
 
     def saved(self, node: Node) -> tuple[Tensor, Tensor]:
         """KDA matrices and conv windows of a node's snapshot; copies where it lies in pages."""
-        if node.lent and self._lending is not None:
+        if node.lent and self.lending is not None:
             kda, conv = (torch.empty_like(x) for x in self.slot(0))
-            self._lending.read(node.lent, kda, conv)
+            self.lending.read(node.lent, kda, conv)
             return kda, conv
         return self.state.saved_kda[:, node.snapshot], self.state.saved_conv[:, node.snapshot]
 
@@ -91,8 +91,8 @@ class DeviceState:
     def restore(self, slot: int, lent: Sequence[int]) -> None:
         """A copy of the snapshot in these pages, whoever has them by now: until the next step
         begins, nothing is written there."""
-        assert self._lending is not None
-        self._lending.read(lent, *self.slot(slot))
+        assert self.lending is not None
+        self.lending.read(lent, *self.slot(slot))
 
     # --- naming -------------------------------------------------------------------------------
 
@@ -142,13 +142,13 @@ class DeviceState:
 
     def _lend(self, node: Node) -> bool:
         """Pages take a node's snapshot, where some are free or were idle for longer."""
-        if self._lending is None:
+        if self.lending is None:
             return False
         used = self.tree.order.last_use(node.snapshot)
-        pages = self.pages.take_older(NOBODY, self._lending.pages, used)
+        pages = self.pages.take_older(NOBODY, self.lending.pages, used)
         if pages is None:
             return False
-        self._lending.write(node.snapshot, pages)
+        self.lending.write(node.snapshot, pages)
         for page in pages:
             self.pages.keep(page)
         self.give_place_back(self.tree.lend(node, pages))
