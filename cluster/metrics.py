@@ -268,6 +268,10 @@ STATE_LOAD_SECONDS = Metric(
 STATE_LOADING = Metric(
     "state_loading", "gauge", "Prefixes that are on their way to the device.", _ENGINE
 )
+STATE_LOADING_BYTES = Metric(
+    "state_loading_bytes", "gauge",
+    "What queued requests hold, or wait for, of lower tiers, unpacked.", _ENGINE,
+)  # fmt: skip
 STATE_CHECKPOINTS = Metric(
     "state_checkpoints", "counter", "States of running answers that were saved.", _ENGINE
 )

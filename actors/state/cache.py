@@ -442,5 +442,6 @@ class StateCache:
             evicted_pages=device.evicted_pages,
             evicted_snapshots=device.evicted_snapshots,
             loading=self.lookup.waiting,
+            loading_bytes=self.lookup.held_bytes,
             store=self._count.store if self.store is None else self.store.stats(),
         )

@@ -52,6 +52,11 @@ class Lookup:
         ended = sum(prefix.fetch is None or prefix.fetch.done for prefix in fetching)
         return 0 if ended == len(fetching) else self.waiting - ended
 
+    @property
+    def held_bytes(self) -> int:
+        """Of lower tiers' items that queued sequences have asked for and not begun with."""
+        return sum(self._held.values())
+
     # --- asking lower tiers -------------------------------------------------------------------
 
     def _ask(self, seq: Owner, first: bool) -> bool:
@@ -86,7 +91,7 @@ class Lookup:
         """Whether a load of so many bytes must wait for what others hold."""
         if not size or not self._held or first:
             return False
-        return sum(self._held.values()) + size > self._most_held
+        return self.held_bytes + size > self._most_held
 
     def _take_note(self, seq: Owner) -> bool:
         """Whether the sequence waits until the disk has been looked at. It does when another

@@ -68,6 +68,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     loads_failed: int = 0
     load_seconds: float = 0.0
     loading: int = 0
+    loading_bytes: int = 0  # unpacked, that queued requests have loaded or wait for
     checkpoints: int = 0
     sessions: int = 0
     offloaded_bytes: int = 0

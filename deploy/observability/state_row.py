@@ -94,9 +94,10 @@ CACHED = Row(
         Panel(
             "Items",
             "Pages, snapshots and sessions in host memory and in each engine's folder; on the "
-            "device the pages that only the cache keeps.",
+            "device the pages that only the cache keeps, and of these the ones lent to snapshots.",
             (
                 Target(total(Q.now(m.PREFIX_CACHE_PAGES)), "device pages"),
+                Target(total(Q.now(m.PREFIX_CACHE_LENT)), "device pages, lent"),
                 Target(total(Q.now(m.TIER_ITEMS, tier="=host")), "host"),
                 Target(total(Q.now(m.TIER_PINNED, tier="=host")), "host pinned"),
                 _by_engine(m.TIER_ITEMS, words="disk"),
@@ -203,10 +204,11 @@ CACHED = Row(
             stacked=True,
         ),
         Panel(
-            "Old pages of kv_mode offload and select",
-            "Host memory that running requests fill with them, and how much they may: those who "
-            "find none left wait in the queue.",
+            "Host memory of requests",
+            "Old pages of running ones in kv_mode offload and select, and how much they may fill: "
+            "those who find none left wait in the queue. What queued ones have loaded.",
             (
+                Target(total(Q.now(m.STATE_LOADING_BYTES), "engine"), "{{engine}} queued"),
                 Target(total(Q.now(m.STATE_OFFLOADED_BYTES), "engine"), "{{engine}}"),
                 Target(total(Q.now(m.STATE_OFFLOAD_CAPACITY), "engine"), "{{engine}} room"),
             ),

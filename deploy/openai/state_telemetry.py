@@ -22,6 +22,7 @@ _CACHE: tuple[tuple[Metric, Callable[[CacheStats], float]], ...] = (
     (metrics.STATE_LOADS_FAILED, lambda c: c.loads_failed),
     (metrics.STATE_LOAD_SECONDS, lambda c: c.load_seconds),
     (metrics.STATE_LOADING, lambda c: c.loading),
+    (metrics.STATE_LOADING_BYTES, lambda c: c.loading_bytes),
     (metrics.STATE_CHECKPOINTS, lambda c: c.checkpoints),
     (metrics.STATE_SESSIONS, lambda c: c.sessions),
     (metrics.STATE_SESSIONS_LOST, lambda c: c.lost_tips),

@@ -18,10 +18,9 @@ DISK = TierStats(
 CACHE = CacheStats(
     queries=1000, hits=640, hits_by_tier={"hot": 512, "disk": 128}, ceiling=0.75,
     recomputed_state=64, cached_pages=7, lent_pages=6, snapshots=3, snapshots_total=16,
-    snapshot_bytes=300,
-    evicted_pages=20, evicted_snapshots=1, loads=5, loads_failed=2, load_seconds=1.5, loading=1,
-    checkpoints=9, sessions=4, lost_tips=3, offloaded_bytes=40,
-    offload_capacity_bytes=50, selected_pages=30, skipped_pages=70,
+    snapshot_bytes=300, evicted_pages=20, evicted_snapshots=1, loads=5, loads_failed=2,
+    load_seconds=1.5, loading=1, loading_bytes=12, checkpoints=9, sessions=4, lost_tips=3,
+    offloaded_bytes=40, offload_capacity_bytes=50, selected_pages=30, skipped_pages=70,
     store=StoreStats(disk=DISK, threads_dead=1),
 )  # fmt: skip
 STATS = EngineStats(
@@ -42,8 +41,9 @@ def test_the_cache_of_each_engine(text: str) -> None:
         ("prefix_cache_ceiling_perc", 0.75), ("prefix_cache_recomputed_tokens_total", 64),
         ("prefix_cache_pages", 7), ("prefix_cache_lent_pages", 6),
         ("state_loads_total", 5), ("state_loads_failed_total", 2),
-        ("state_load_seconds_total", 1.5), ("state_loading", 1), ("state_checkpoints_total", 9),
-        ("state_sessions", 4), ("state_sessions_lost_total", 3), ("state_threads_dead", 1),
+        ("state_load_seconds_total", 1.5), ("state_loading", 1), ("state_loading_bytes", 12),
+        ("state_checkpoints_total", 9), ("state_sessions", 4), ("state_sessions_lost_total", 3),
+        ("state_threads_dead", 1),
         ("state_offloaded_bytes", 40), ("state_offload_capacity_bytes", 50),
     ):  # fmt: skip
         assert samples(text, name) == {"a": value, "b": 0}, name

@@ -270,7 +270,7 @@ def test_a_long_queue_loads_a_few_at_a_time() -> None:
     held = 0
     while one.open:
         one.step()
-        held = max(held, sum(lookup._held.values()))
+        held = max(held, one.engine.stats().cache.loading_bytes)
         assert one.engine.has_work or store.loading or not one.open, "nobody would wake it"
     check_idle(one.engine)
     one.check_all()
