@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from expertmesh.actors.model.config import parse_config
 from expertmesh.actors.state.device import DeviceState
@@ -158,3 +160,48 @@ def test_one_page_taken_is_all_of_it_given_back() -> None:
     assert not device.has(Name(headers[0].key, Kind.SNAPSHOT))
     assert device.pages.free == 2 * each - 1
     device.check()
+
+
+MOVES = st.lists(
+    st.tuples(st.sampled_from(["save", "take", "give", "use", "evict", "page"]), st.integers(0, 7)),
+    max_size=40,
+)
+
+
+@given(MOVES)
+def test_a_snapshot_is_whole_or_gone(moves: list[tuple[str, int]]) -> None:
+    config = parse_config(config_dict(num_hidden_layers=7, kv_lora_rank=24))
+    device = DeviceState(ModelState(config, 24, 1, torch.float32, snapshots=2))
+    each, state = Lending(device.state).pages, device.state
+    headers = [page("moves", at).header for at in range(8)]
+    held: list[list[int]] = []
+    for move, number in moves:
+        header = headers[number]
+        device.tick()
+        if move == "save" and not device.has(Name(header.key, Kind.SNAPSHOT)):
+            place = device.take_place()
+            assert place is not None
+            state.saved_kda[:, place], state.saved_conv[:, place] = number, -number
+            device.name_snapshot(header, place)
+        elif move == "take" and device.pages.free >= 3 * number:
+            held.append(device.pages.take(len(held), 3 * number))
+            state.paged()[:, held[-1]] = 99.0  # whoever gets a page writes it
+        elif move == "give" and held:
+            device.pages.give_back(len(held) - 1, held.pop())
+        elif move == "use" and (node := device.find(Name(header.key, Kind.SNAPSHOT))):
+            device.used(node, deeper=number % 2 == 0)
+        elif move == "evict":
+            device.evict(pages=number, snapshots=number % 3)
+        elif move == "page" and device.pages.free and not device.has(Name(header.key, Kind.PAGE)):
+            (mine,) = device.pages.take(99, 1)
+            state.paged()[:, mine] = number
+            device.pages.give_back(99, [device.name_page(header, 99, mine)])
+        device.check()
+        for number, header in enumerate(headers):
+            node = device.tree.get(header.key)
+            if node is not None and node.saved:
+                kda, conv = device.saved(node)
+                assert bool((kda == number).all()) and bool((conv == -number).all())
+                assert len(node.lent) in (0, each)
+            if node is not None and node.page >= 0:
+                assert bool((device.page(node.page) == number).all())
