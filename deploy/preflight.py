@@ -19,7 +19,7 @@ from expertmesh.actors.model.summary import CheckpointSummary
 from expertmesh.actors.model.tokenizer import MODEL_FILE, Tokenizer, TokenizerError
 from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
-from expertmesh.actors.state.offload.room import HostRoom
+from expertmesh.actors.state.offload.room import OffloadRoom
 from expertmesh.actors.state.tiers.store import TRANSIT_BYTES
 from expertmesh.cluster.placement import PlacementError, check_actors
 from expertmesh.deploy.edge_settings import TlsSettings
@@ -317,8 +317,8 @@ def offloaded_bytes(config: ModelConfig, engine: EngineSettings, dtype_bytes: in
     layout = StateLayout.of(config, _dtype(dtype_bytes))
     if not layout.page[0]:
         return 0
-    room, context = HostRoom(engine.state, layout), engine.max_context or config.max_position
-    return min(room.capacity, engine.slots * room.need("select", context))
+    room, context = OffloadRoom(engine.state, layout), engine.max_context or config.max_position
+    return min(room.capacity, engine.slots * room.far("select", context).nbytes)
 
 
 def available_memory() -> int:

@@ -14,7 +14,7 @@ from expertmesh.actors.model.config import ModelConfig
 from expertmesh.actors.state.disk.seal import LEAST_BYTES
 from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.model_state import bytes_per_page, bytes_per_slot
-from expertmesh.actors.state.offload.room import HostRoom
+from expertmesh.actors.state.offload.room import OffloadRoom
 from expertmesh.actors.state.opening import SECRET
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import StateSettings
@@ -87,12 +87,14 @@ def check_kv_mode(config: ModelConfig, engine: EngineSettings, dtype: torch.dtyp
             f"{near} pages on the device",
             f"raise --kv-pages, or lower --kv-window (now {engine.state.window_tokens} tokens)",
         )
-    room = HostRoom(engine.state, StateLayout.of(config, dtype))
-    if pages_for(context) > engine.pages and not room.ever(mode, context):
+    room = OffloadRoom(engine.state, StateLayout.of(config, dtype))
+    far = room.far(mode, context)
+    if pages_for(context) > engine.pages and not room.ever(far):
+        disk = f" and --kv-offload-disk-gb {room.disk_capacity / 1e9:g}"
         raise Refused(
             ExitCode.USAGE,
-            f"--kv-offload-gb {room.capacity / 1e9:g}: a request of {context} tokens alone has "
-            f"{size_text(room.need(mode, context))} of old pages",
+            f"--kv-offload-gb {room.capacity / 1e9:g}{disk if room.disk_capacity else ''}: a "
+            f"request of {context} tokens alone has {size_text(far.nbytes)} of old pages",
             "raise it, or lower --max-model-len",
         )
 

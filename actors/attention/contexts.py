@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import isfinite
 
-import torch
+from torch import Tensor
 
 from expertmesh.actors.attention.messages import GenerateRequest, KvReport
 from expertmesh.actors.attention.sequence import Sequence
@@ -12,8 +12,8 @@ from expertmesh.actors.attention.validation import peak_tokens
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.model.model import Model
 from expertmesh.actors.state.item import StateLayout
-from expertmesh.actors.state.offload.opening import offload_of
-from expertmesh.actors.state.offload.room import HostRoom
+from expertmesh.actors.state.offload.opening import offload_of, spill_of
+from expertmesh.actors.state.offload.room import OffloadRoom
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.stats import CacheStats
 
@@ -30,15 +30,19 @@ class Contexts:
     """near_pages: as above; 0 where the model can read no pages that are elsewhere. room: for
     those."""
 
-    def __init__(self, model: object, settings: EngineSettings, dtype: torch.dtype) -> None:
-        """dtype: of latents. Raises ValueError where kv_mode asks for what the model cannot do."""
+    def __init__(self, model: object, settings: EngineSettings, latents: Tensor) -> None:
+        """latents: of the engine's state. Raises ValueError where kv_mode asks for what the model
+        cannot do."""
         self._settings = settings
         self._offload, layout, self.near_pages = None, None, 0
-        if isinstance(model, Model):
-            self._offload = offload_of(model, settings.state)
-        if self._offload is not None and isinstance(model, Model):
-            layout, self.near_pages = StateLayout.of(model.config, dtype), near_pages(settings)
-        self.room = HostRoom(settings.state, layout)
+        if isinstance(model, Model) and model.config.mla_layers:
+            layout, self.near_pages = (
+                StateLayout.of(model.config, latents.dtype),
+                near_pages(settings),
+            )
+            spill = spill_of(settings.state, layout, latents.device)
+            self._offload = offload_of(model, settings.state, spill=spill)
+        self.room = OffloadRoom(settings.state, layout)
         if self._offload is None and settings.state.kv_mode != "exact":
             raise ValueError(f"kv_mode {settings.state.kv_mode}: the model has no MLA layers")
 
@@ -50,14 +54,29 @@ class Contexts:
         peak = peak_tokens(seq.prompt_len, seq.params.max_tokens)
         if self._offload is None or mode == "exact" or pages_for(peak) <= self.near_pages:
             return "exact"
-        if not self.room.ever(mode, peak):  # then the device has room: check_request has seen to it
-            return "exact"
+        if not self.room.ever(self.room.far(mode, peak)):
+            return "exact"  # then the device has room: check_request has seen to it
         if mode == "offload":
             seq.context = self._offload.context("offload")
             return "exact"
         seq.context = self._offload.context("select")
         sizes = state.sink_tokens, state.window_tokens, state.select_pages
         return f"select {sizes} {state.select_mass}"
+
+    def settle(self, running: Iterable[Sequence]) -> None:
+        """Before a step: what has no room in host memory any more goes to disk."""
+        for seq in running:
+            if seq.context is not None:
+                seq.context.settle(self.room.on_disk(seq.number))
+
+    def hopeless(self, seq: Sequence) -> str:
+        """Why a sequence whose old pages are lost has no room without the disk; "" where it has."""
+        assert seq.context is not None
+        peak = peak_tokens(seq.prompt_len, seq.params.max_tokens)
+        far = self.room.far(seq.context.mode, peak, disk=False)
+        if self.room.ever(far):
+            return ""
+        return f"old pages on disk are lost ({seq.context.lost}): they {self.room.shortage(far)}"
 
     def rest(self) -> None:
         """A step has ended."""
@@ -85,6 +104,15 @@ class Contexts:
         contexts = [seq.context for seq in running]
         stats.offloaded_bytes = sum(one.host_bytes for one in contexts if one is not None)
         stats.offload_capacity_bytes = self.room.capacity
+        stats.spilled_bytes, stats.spill_capacity_bytes = (
+            self.room.disk_bytes,
+            self.room.disk_capacity,
+        )
         if self._offload is not None:
+            if self._offload.spill is not None:
+                counts = self._offload.spill.counts
+                stats.spill_written_bytes = counts.written_bytes
+                stats.spill_read_bytes = counts.read_bytes
+                stats.spill_failures = dict(counts.failures)
             stats.selected_pages = self._offload.total.read_pages
             stats.skipped_pages = self._offload.total.estimated_pages

@@ -108,7 +108,7 @@ class Engine:
             assert isinstance(state, ModelState)
             self.cache = StateCache(state, settings.state, fingerprint, store, settings.step_tokens)
         self.pages, self.slots = self.cache.pages, Pool("slot", state.slots, compact=True)
-        self._contexts = Contexts(model, settings, state.latents.dtype)
+        self._contexts = Contexts(model, settings, state.latents)
         near_pages, room = self._contexts.near_pages, self._contexts.room
         self.scheduler = Scheduler(settings, self.cache, self.slots, near_pages, room)
         self.sampler = Sampler(model.kernels, state.latents.device)
@@ -211,6 +211,7 @@ class Engine:
             if not (plan.decode or plan.prefill):
                 self._check_idle()
                 return outputs
+            self._contexts.settle(self.scheduler.running)
             # Before the step's own snapshots take their places: it may begin with what was there.
             self.cache.begin(plan.admitted, plan.grown)
             step = build_step(plan, self.cache.saves)
@@ -224,6 +225,7 @@ class Engine:
             self.cache.observe(len(step.batch.token_ids_T) - len(plan.decode), drawn - planned)
             self._commit(step, sampled, broken)
             self._publish(step, sampled, broken, outputs)
+            self._begin_again(step, outputs)
             count.steps += 1
             count.plan_seconds += planned - start
             count.forward_seconds += ran - planned
@@ -342,6 +344,8 @@ class Engine:
         trace = RoutingTrace() if step.wants_routing else None
         logits_RV = self._forward(step, trace)
         for seq, begin, end in step.spans:
+            if seq.lost:  # what came out for it means nothing
+                continue
             if trace is not None and seq.params.want_routed_experts:
                 new = begin + max(0, seq.high_water - seq.computed)
                 if new < end:
@@ -364,14 +368,10 @@ class Engine:
         """What the step has computed is complete; others may find it unless it is no number."""
         self.cache.arrived()
         self._contexts.rest()
-        bad = {seq.number for seq in broken}
-        bad.update(
-            seq.number
-            for seq, token in zip(step.sampled, sampled.ids, strict=True)
-            if token == NO_TOKEN
-        )
+        drawn = zip(step.sampled, sampled.ids, strict=True)
+        bad = {seq.number for seq in broken} | {s.number for s, token in drawn if token == NO_TOKEN}
         for seq, _, _ in step.spans:
-            if seq.number not in bad:
+            if seq.number not in bad and not seq.lost:
                 self.cache.commit(seq)
 
     def _sample(
@@ -381,6 +381,8 @@ class Engine:
         broken: list[Sequence] = []
         for rows in step.prompt_rows:
             seq, top = rows.sequence, rows.sequence.params.prompt_logprobs or 0
+            if seq.lost:
+                continue
             scores = self.sampler.score(logits_RV[rows.begin : rows.end], rows.tokens, top)
             if scores is None or seq.prompt_logprobs is None:
                 broken.append(seq)
@@ -398,15 +400,26 @@ class Engine:
         for seq in broken:
             outputs.append(self._break(seq))
         for row, (seq, token) in enumerate(zip(step.sampled, sampled.ids, strict=True)):
-            if seq in broken:
+            if seq in broken or seq.lost:
                 continue
             if row in sampled.failures:
                 outputs.append(self._stray(seq, sampled.failures[row]))
             else:
                 outputs.append(self._deliver(seq, token, sampled.logprobs.get(row)))
         for seq in step.scored:
-            if seq not in broken:
+            if seq not in broken and not seq.lost:
                 outputs.append(self._finish(seq, "length"))
+
+    def _begin_again(self, step: Step, outputs: list[TokenOutput]) -> None:
+        """Sequences whose old pages are lost: without the disk that has lost them, to the same
+        bits; or in another engine, where there is no room for that."""
+        for seq in [seq for seq, _, _ in step.spans if seq.lost]:
+            hopeless = self._contexts.hopeless(seq)
+            if hopeless:
+                outputs.append(self._finish(seq, "error", hopeless))
+                outputs[-1].lost = True
+            else:
+                self.scheduler.preempt(seq)
 
     def _deliver(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         if token == NO_TOKEN:

@@ -8,7 +8,7 @@ Bounds. The running sequence of the smallest rank is never preempted for pages, 
 fits (validation.check_request), so every step computes something and it finishes. At most
 max_bypass later requests start before one that waits for pages. A sequence is readmitted only with
 head room that doubles with each preemption, so a sequence of n pages is preempted for pages about
-log2(n) times before it waits until it fits whole. For host memory for old pages the same holds.
+log2(n) times before it waits until it fits whole. For room for old pages the same holds.
 """
 
 from bisect import bisect_left, insort
@@ -19,7 +19,7 @@ from expertmesh.actors.attention.settings import EngineSettings
 from expertmesh.actors.attention.validation import peak_tokens
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.cache import StateCache
-from expertmesh.actors.state.offload.room import HostRoom
+from expertmesh.actors.state.offload.room import Far, OffloadRoom
 from expertmesh.actors.state.pages import Pool, pages_for
 from expertmesh.actors.state.plain_cache import PlainCache
 
@@ -49,12 +49,12 @@ class Scheduler:
         cache: StateCache | PlainCache,
         slots: Pool,
         near_pages: int = 0,
-        room: HostRoom | None = None,
+        room: OffloadRoom | None = None,
     ) -> None:
         """near_pages: most on the device of a sequence whose old pages leave it. room: for those;
         None where none do."""
         self.settings, self.cache, self.slots = settings, cache, slots
-        self.room = HostRoom(settings.state, None) if room is None else room
+        self.room = OffloadRoom(settings.state, None) if room is None else room
         self.pages = cache.pages
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -100,13 +100,15 @@ class Scheduler:
                     continue
                 need, room = self._pages_to_start(seq)
                 room, far = room - shared, self._far_to_start(seq)
-                if not self._fits(room, far) and not self._evict_for(seq, room, far):
+                if not self._fits(seq, room, far) and not self._evict_for(seq, room, far):
                     self.cache.detach(seq)
                     if not self.slots.free or seq.bypassed >= self.settings.max_bypass:
                         break
                     passed.append(seq)
                     continue
                 self.room.hold(seq.number, self._far(seq, len(seq.tokens)))
+                if seq.context is not None:
+                    seq.context.settle(self.room.on_disk(seq.number))
                 seq.slot = self.slots.take(seq.number, 1)[0]
                 seq.pages = self.cache.pages_of(seq, need)
                 del self.waiting[bisect_left(self.waiting, seq)]
@@ -134,8 +136,8 @@ class Scheduler:
         return plan
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Host memory for what leaves the device up to its newest token. The least urgent of those
-        who have some make room; False: that was the sequence itself."""
+        """For what leaves the device up to its newest token. The least urgent of those who have
+        some make room; False: that was the sequence itself."""
         while not self.room.hold(seq.number, self._far(seq, len(seq.tokens))):
             last = next(o for o in reversed(self.running) if o is seq or self.room.held(o.number))
             self.preempt(last)
@@ -181,18 +183,18 @@ class Scheduler:
             need, peak = min(need, self._near_pages), min(peak, self._near_pages)
         return need, min(peak, need + (self._watermark << min(seq.preemptions, 32)))
 
-    def _far(self, seq: Sequence, tokens: int) -> int:
-        """Bytes of host memory for its old pages, until so many tokens are computed."""
-        return 0 if seq.context is None else self.room.need(seq.context.mode, tokens)
+    def _far(self, seq: Sequence, tokens: int) -> Far:
+        """Its old pages, until so many tokens are computed."""
+        return Far() if seq.context is None else self.room.far_of(seq.context, tokens)
 
-    def _far_to_start(self, seq: Sequence) -> int:
+    def _far_to_start(self, seq: Sequence) -> Far:
         """For the tokens that it has, with head room as for pages."""
         peak = peak_tokens(seq.prompt_len, seq.params.max_tokens)
         head = PAGE_TOKENS << min(seq.preemptions, 32)
         return self._far(seq, min(peak, len(seq.tokens) + head))
 
-    def _fits(self, room: int, far: int) -> bool:
-        return bool(self.slots.free) and room <= self.pages.free and far <= self.room.free
+    def _fits(self, seq: Sequence, room: int, far: Far) -> bool:
+        return bool(self.slots.free) and room <= self.pages.free and self.room.fits(seq.number, far)
 
     def _may_evict_for(self, seq: Sequence) -> bool:
         """Whether somebody running could make way, before anything is looked up for `seq`."""
@@ -200,7 +202,7 @@ class Scheduler:
             other.priority > seq.priority for other in self.running
         )
 
-    def _evict_for(self, seq: Sequence, room: int, far: int) -> bool:
+    def _evict_for(self, seq: Sequence, room: int, far: Far) -> bool:
         """Preempts running sequences of lower priority and later rank if that lets `seq` start.
 
         A sequence that has waited long enough has the earlier rank and cannot be evicted.
@@ -208,17 +210,17 @@ class Scheduler:
         if not self.settings.priority_preemption:
             return False
         slots, pages, victims = self.slots.free, self.pages.free, list[Sequence]()
-        free = self.room.free
+        fits = self.room.fits(seq.number, far)
         for other in reversed(self.running):
             enough = slots and pages >= room
-            if other < seq or (enough and free >= far):
+            if other < seq or (enough and fits):
                 break
             if other.priority > seq.priority and (not enough or self.room.held(other.number)):
                 victims.append(other)
                 slots += 1
                 pages += self.pages.would_free(other.number, other.near)
-                free += self.room.held(other.number)
-        if not slots or pages < room or free < far:
+                fits = self.room.fits(seq.number, far, [one.number for one in victims])
+        if not slots or pages < room or not fits:
             return False
         for other in victims:
             self.preempt(other)

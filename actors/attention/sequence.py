@@ -125,6 +125,11 @@ class Sequence:
         return [page for page in self.pages if page != NO_PAGE]
 
     @property
+    def lost(self) -> bool:
+        """Whether some of its old pages cannot be had, so that it must begin again."""
+        return self.context is not None and bool(self.context.lost)
+
+    @property
     def readable(self) -> int:
         """How many tokens need not be computed if their state is known: not the last, from which
         the next one comes, nor one whose log-probabilities or experts are still to be reported."""

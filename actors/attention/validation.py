@@ -10,7 +10,7 @@ from typing import get_args
 
 from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused, SamplingParams
 from expertmesh.actors.model.batch import PAGE_TOKENS
-from expertmesh.actors.state.offload.room import HostRoom
+from expertmesh.actors.state.offload.room import OffloadRoom
 from expertmesh.actors.state.pages import pages_for
 from expertmesh.actors.state.settings import KvMode
 
@@ -31,11 +31,11 @@ class Limits:
     eos_ids: frozenset[int] = frozenset()
     kv_mode: KvMode = "exact"
     near_pages: int = 0
-    room: HostRoom | None = None
+    room: OffloadRoom | None = None
 
     def far(self, mode: str, tokens: int) -> bool:
         """Whether a sequence of so many tokens can have its old pages off the device."""
-        return self.room is None or self.room.ever(mode, tokens)
+        return self.room is None or self.room.ever(self.room.far(mode, tokens))
 
 
 def end_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
@@ -120,10 +120,7 @@ def _check_size(request: GenerateRequest, limits: Limits) -> None:
     if mode != "exact" and limits.far(mode, peak):
         need = min(need, limits.near_pages)
     elif mode != "exact" and limits.room is not None:
-        hint = (
-            f"; off the device they need {limits.room.need(mode, peak)} bytes of host memory, "
-            f"which has {limits.room.capacity} for that"
-        )
+        hint = f"; off the device they {limits.room.shortage(limits.room.far(mode, peak))}"
     elif 0 < limits.near_pages <= limits.pages and not request.session:
         hint = "; kv_mode offload or select would serve it" if limits.far("select", peak) else ""
     if need > limits.pages:

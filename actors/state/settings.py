@@ -88,6 +88,15 @@ class StateSettings(BaseModel):
         description="Host memory, beside host_bytes, for pages that running sequences have off the "
         "device. Who finds none left waits; who could never have enough stays on the device.",
     )
+    offload_disk_bytes: int = Field(
+        0,
+        ge=0,
+        description="Disk, beside disk_bytes and in files without a name in the same folder, for "
+        "the oldest of those pages when that memory is filled; 0: none.",
+    )
+    offload_disk_tokens: int = Field(
+        1024, ge=64, multiple_of=64, description="Old tokens that go to that disk at a time."
+    )
     select_mass: float = Field(
         0.98,
         gt=0,
@@ -105,7 +114,14 @@ class StateSettings(BaseModel):
             raise ValueError("disk needs disk_bytes: a folder without a cap fills the disk")
         if self.disk is None and self.disk_bytes is not None:
             raise ValueError("disk_bytes needs disk")
+        if self.disk is None and self.offload_disk_bytes:
+            raise ValueError("offload_disk_bytes needs disk")
         return self
+
+    @property
+    def offload_disk_pages(self) -> int:
+        """Pages of a piece on disk."""
+        return self.offload_disk_tokens // 64
 
     @property
     def places(self) -> int:

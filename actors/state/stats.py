@@ -47,7 +47,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     known. recomputed_state: tokens whose latents were known and whose recurrent state was not.
     lost_tips: requests whose session's state was gone when they were to begin from it, or again.
     offloaded_bytes: host memory that running sequences fill with pages that are off the device, of
-    offload_capacity_bytes; no part of the tiers below.
+    offload_capacity_bytes; no part of the tiers below. spill: of the disk below that memory.
     """
 
     queries: int = 0
@@ -73,6 +73,11 @@ class CacheStats(msgspec.Struct, kw_only=True):
     sessions: int = 0
     offloaded_bytes: int = 0
     offload_capacity_bytes: int = 0
+    spilled_bytes: int = 0
+    spill_capacity_bytes: int = 0
+    spill_written_bytes: int = 0
+    spill_read_bytes: int = 0
+    spill_failures: dict[str, int] = msgspec.field(default_factory=dict)
     selected_pages: int = 0  # read exactly by query-driven steps
     skipped_pages: int = 0  # taken as an estimate by them
     store: StoreStats = msgspec.field(default_factory=StoreStats)

@@ -1,9 +1,10 @@
 """A running sequence whose old pages are not on the device (kv-state 3.0, 3.4, 3.5).
 
 Sinks and the last window stay; pages between them move to host memory, one by one, as the window
-passes. `offload` copies them back for every step that reads them: the same kernels on the same
-rows, hence the same bits. `select` does so for prompts; a generated token's query scores all old
-tokens by their sketch, reads the pages that matter exactly, and takes the others by estimate.
+passes, and where that is short the oldest on to disk. `offload` copies them back for every step
+that reads them: the same kernels on the same rows, hence the same bits. `select` does so for
+prompts; a generated token's query scores all old tokens by their sketch, reads the pages that
+matter exactly, and takes the others by estimate.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from expertmesh.actors.state.offload.base_rows import BaseRows
 from expertmesh.actors.state.offload.basis import fit_basis
 from expertmesh.actors.state.offload.index import SketchIndex
 from expertmesh.actors.state.offload.selection import Query, select_by_sketch, select_certified
+from expertmesh.actors.state.offload.spill import Lost, Spill, SpillFile
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.store import Layered, fill_layer
 
@@ -39,8 +41,8 @@ def far_pages(settings: StateSettings, computed: int) -> int:
 
 
 class Source(Layered, Protocol):
-    """A page in host memory, of one part with rows [64, C] in each layer; `Loaded` of a store is
-    one."""
+    """A page off the device, of one part with rows [64, C] in each layer. nbytes: in host memory.
+    `layer` raises Lost where it is on disk and cannot be had."""
 
     @property
     def nbytes(self) -> int: ...
@@ -100,7 +102,8 @@ class Offload:
     """What contexts of one model share.
 
     rank: R. mla_decode: of the model's kernels. moments: of the absorbed queries of each MLA layer
-    [C, C] (Mla.query_moment), or None. total: of all contexts there were.
+    [C, C] (Mla.query_moment), or None. spill: the disk below host memory. total: of
+    all contexts there were.
     """
 
     def __init__(
@@ -111,8 +114,9 @@ class Offload:
         mla_decode: Callable[..., Tensor],
         moments: Callable[[], Sequence[Tensor]] | None = None,
         fit_pages: int = FIT_PAGES,
+        spill: Spill | None = None,
     ) -> None:
-        self.settings, self.rank, self.scale = settings, rank, scale
+        self.settings, self.rank, self.scale, self.spill = settings, rank, scale, spill
         self.mla_decode, self.moments = mla_decode, moments
         self.fit_pages, self.scratch, self.total = fit_pages, Scratch(), Reading()
 
@@ -121,22 +125,34 @@ class Offload:
 
 
 class OffloadedContext:
-    """Which pages are where, of one sequence. A Context of the model's MLA layers."""
+    """Which pages are where, of one sequence. A Context of the model's MLA layers.
 
-    def __init__(self, shared: Offload, mode: Mode) -> None:
+    disk: whether some may be there. lost: why the present step computes nothing that can be used,
+    and the sequence must begin again; "": it is sound.
+    """
+
+    def __init__(self, shared: Offload, mode: Mode, disk: bool = True) -> None:
         self.mode: Mode = mode
         self.reading = Reading()
+        self.disk, self.lost = disk and shared.spill is not None, ""
         self._shared = shared
         self._first = shared.settings.sink_tokens // PAGE_TOKENS
         self._cold: list[Source] = []
         self._cold_bytes = 0
+        self._file: SpillFile | None = None
+        self._pieces = self._spilled = 0  # that should be, and are on disk: of the first cold pages
         self._indexes: list[SketchIndex | BaseRows] = []
         self._recent: list[LRUCache[int, Tensor]] = []
 
     def again(self) -> "OffloadedContext":
-        """For the same sequence from its beginning, with what was counted so far."""
-        fresh = OffloadedContext(self._shared, self.mode)
+        """For the same sequence from its beginning, with what was counted so far, and without a
+        disk that has lost something. This one is of no use any more."""
+        fresh = OffloadedContext(self._shared, self.mode, self.disk and not self.lost)
         fresh.reading = self.reading
+        self._cold = []
+        if self._file is not None:
+            last, self._file = [self._file], None
+            SpillFile.discard(last)
         return fresh
 
     # --- which pages are where ------------------------------------------------------------------
@@ -163,13 +179,32 @@ class OffloadedContext:
             pages[at] = NO_PAGE
         return gone
 
-    def take(self, rows_L64C: Tensor, source: Source | None = None) -> None:
-        """The next page in order, which is going to leave the device. source: who has its rows in
-        host memory; by default they are copied."""
-        self._cold.append(source or HostPage(_to_host(rows_L64C)))
+    def take(self, rows_L64C: Tensor) -> None:
+        """The next page in order, which is going to leave the device, is copied."""
+        self._cold.append(HostPage(_to_host(rows_L64C)))
         self._cold_bytes += self._cold[-1].nbytes
-        if self.mode != "select":
-            return
+        if self.mode == "select":
+            self._index(rows_L64C)
+        self.settle(self._pieces)
+
+    def settle(self, pieces: int) -> None:
+        """The first so many pieces of old pages go to disk, now or as soon as they are whole."""
+        self._pieces, size = pieces, self._shared.settings.offload_disk_pages
+        while not self.lost and self._spilled < min(pieces, len(self._cold) // size):
+            begin, end = self._spilled * size, (self._spilled + 1) * size
+            if self._file is None:
+                assert self._shared.spill is not None
+                self._file = SpillFile(self._shared.spill)
+            going = self._cold[begin:end]
+            try:
+                self._cold[begin:end] = self._file.write(going)
+            except Lost as error:  # they are not, but there is no room for them
+                self.lost = error.reason
+            else:
+                self._cold_bytes -= sum(page.nbytes for page in going)
+                self._spilled += 1
+
+    def _index(self, rows_L64C: Tensor) -> None:
         if not self._indexes and len(self._cold) == self._shared.fit_pages:
             self._start_indexes(rows_L64C)
         else:
@@ -181,7 +216,7 @@ class OffloadedContext:
         self._recent = [LRUCache(shared.settings.select_pages) for _ in range(layers)]
         for layer in range(layers):
             rows = like.new_empty(len(self._cold), *page)
-            fill_layer(self._cold, 0, layer, rows, range(len(rows)))
+            self._fill(self._cold, layer, rows, range(len(rows)))
             index = self._new_index(layer, rows)
             for one in rows:
                 index.add(one)
@@ -208,8 +243,20 @@ class OffloadedContext:
             if begin < stop:
                 self._hot(cache, pages[begin:stop], paged[begin:stop])
         old = self._cold[: max(0, used - first)]
-        fill_layer(old, 0, layer, paged, range(first, first + len(old)))
+        self._fill(old, layer, paged, range(first, first + len(old)))
         return out
+
+    def _fill(self, pages: Sequence[Source], layer: int, out: Tensor, rows: Sequence[int]) -> None:
+        """Old pages into out[rows[i]]. Where they are lost the step goes on with zeros, for other
+        sequences and other ranks are in it."""
+        if not self.lost:
+            try:
+                fill_layer(pages, 0, layer, out, rows)
+            except Lost as error:
+                self.lost = error.reason
+        if self.lost:
+            for row in rows:
+                out[row].zero_()
 
     def decode(
         self, layer: int, q_HC: Tensor, cache: Tensor, pages: list[int], length: int, scale: float
@@ -257,16 +304,18 @@ class OffloadedContext:
         """Rows of old pages, float32 [n * 64, C]; those of late steps are still on the device."""
         if not chosen:
             return cache.new_empty(0, cache.shape[1], dtype=torch.float32)
-        recent, rows = self._recent[layer], list[Tensor]()
-        for at in chosen:
-            page = recent.get(at)
-            if page is None:
-                page = cache.new_empty(PAGE_TOKENS, cache.shape[1])
-                self._cold[at].layer(0, layer, page)
-                recent[at] = page
-                self.reading.loaded_pages += 1
-            rows.append(page)
-        return torch.cat(rows).float()
+        recent, absent = self._recent[layer], list[int]()
+        out = cache.new_empty(len(chosen), PAGE_TOKENS, cache.shape[1])
+        for row, at in enumerate(chosen):
+            if at in recent:
+                out[row] = recent[at]
+            else:
+                absent.append(row)
+        self._fill([self._cold[chosen[row]] for row in absent], layer, out, absent)
+        for row in absent:
+            recent[chosen[row]] = out[row].clone()
+        self.reading.loaded_pages += len(absent)
+        return out.flatten(0, 1).float()
 
     def _hot_rows(self, cache: Tensor, pages: list[int], length: int) -> Tensor:
         """Sinks and window, float32 [K, C]."""

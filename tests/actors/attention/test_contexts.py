@@ -15,6 +15,7 @@ from expertmesh.actors.state.item import StateLayout
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.actors.state.tiers.store import TieredStore
 from tests.support.engines import Answer, check_books, collect, fake_engine, finish, request
+from tests.support.runner import Runner
 from tests.support.state_model import VOCAB, poisoned, small_model
 
 PROMPT, ANSWER = 650, 40
@@ -28,9 +29,11 @@ def prompt(length: int = PROMPT, seed: int = 0) -> list[int]:
     return torch.randint(4, VOCAB, (length,), generator=draw).tolist()
 
 
-def engine_with(pages: int, store: bool = False, **state: Any) -> Engine:
+def engine_with(
+    pages: int, store: bool = False, runner: Runner | None = None, **state: Any
+) -> Engine:
     settings = StateSettings(**(NEAR | state))
-    runner = small_model()
+    runner = runner or small_model()
     made = poisoned(runner.model, pages, 4, snapshots=8)
     tiers = None
     if store:

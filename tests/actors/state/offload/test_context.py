@@ -11,7 +11,7 @@ from expertmesh.actors.model.batch import NO_PAGE
 from expertmesh.actors.model.layers import Mla
 from expertmesh.actors.state.offload.context import Offload
 from expertmesh.actors.state.offload.opening import offload_of
-from expertmesh.actors.state.offload.room import HostRoom
+from expertmesh.actors.state.offload.room import OffloadRoom
 from expertmesh.actors.state.settings import StateSettings
 from expertmesh.kernels.mla.torch_ops import mla_decode
 from tests.support.golden import GOLDEN
@@ -63,20 +63,16 @@ def test_offload_gives_the_same_bits(chunk: int) -> None:
 def test_a_context_fills_what_was_counted_on(mode: str) -> None:
     """Old pages, and of select in 8 bits the base of its estimates."""
     settings = NEAR.model_copy(update={"codec": "int8", "offload_bytes": 1 << 20})
-    room = HostRoom(settings, runner().state.layout)
+    room = OffloadRoom(settings, runner().state.layout)
     long = text(mode, settings=settings)
     assert long.context is not None
     for begin in range(0, 640, 128):
         long.step(token_ids(128, begin), decode=False)
-        assert long.context.host_bytes <= room.need(mode, long.length)
-    most = room.need(mode, 640)
-    assert long.context.host_bytes == most >= 7 * runner().state.page_bytes
-    assert room.need("select", 640) > room.need("offload", 640) > 0 == room.need("exact", 640)
-    assert room.hold(3, most) and room.hold(3, most - 1) and not room.hold(4, room.free + 1)
-    assert (room.held(3), room.held(4)) == (most - 1, 0) and room.free == room.capacity - most + 1
-    room.let_go(3)
-    room.let_go(4)
-    assert room.free == room.capacity and room.ever(mode, 640)
+        assert long.context.host_bytes <= room.far(mode, long.length).nbytes
+    most = room.far(mode, 640)
+    assert long.context.host_bytes == most.nbytes >= 7 * runner().state.page_bytes
+    assert room.far("select", 640).nbytes > room.far("offload", 640).nbytes > 0
+    assert room.far("exact", 640).nbytes == 0 and room.ever(most)
 
 
 def test_select_that_wants_everything_is_all_but_exact() -> None:
