@@ -67,6 +67,7 @@ LOWER_TIERS = ("host", "disk")
 TIER_FAILURES = (
     "missing", "corrupt", "timeout", "io", "full", "busy", "torn", "vanished", "sealed",
 )  # fmt: skip
+SPILL_FAILURES = ("corrupt", "timeout", "io", "full", "error", "busy")
 
 # The front door. Counted where usage is counted, so that sums over answers equal the counters.
 REQUEST_SUCCESS = Metric(
@@ -294,6 +295,23 @@ STATE_OFFLOADED_BYTES = Metric(
 STATE_OFFLOAD_CAPACITY = Metric(
     "state_offload_capacity_bytes", "gauge",
     "How much of it there may be; who finds none left waits in the queue.", _ENGINE,
+)  # fmt: skip
+STATE_SPILLED_BYTES = Metric(
+    "state_offload_disk_bytes", "gauge",
+    "Disk with the oldest of those pages, of requests that host memory has no room for.", _ENGINE,
+)  # fmt: skip
+STATE_SPILL_CAPACITY = Metric(
+    "state_offload_disk_capacity_bytes", "gauge", "How much of it there may be.", _ENGINE
+)
+STATE_SPILL_MOVED = Metric(
+    "state_offload_disk_moved_bytes", "counter", "Bytes read from and written to it.",
+    (*_ENGINE, "op"),
+)  # fmt: skip
+STATE_SPILL_FAILED = Metric(
+    "state_offload_disk_failures", "counter",
+    f"Times that it lost old pages, or could not take them: {', '.join(SPILL_FAILURES)} (others "
+    "have failed lately). Their requests begin again, to the same answers.",
+    (*_ENGINE, "reason"),
 )  # fmt: skip
 STATE_THREADS_DEAD = Metric(
     "state_threads_dead", "gauge",

@@ -80,6 +80,8 @@ def _cache(options: ServeOptions, config: ModelConfig) -> str:
     mode = ""
     if state.kv_mode != "exact":
         mode = f"; old tokens: {state.kv_mode}, {size_text(state.offload_bytes)} of host memory"
+        if state.offload_disk_bytes:
+            mode += f" and {size_text(state.offload_disk_bytes)} of disk per replica"
     return f"{', '.join(places)}, {state.codec}{mode}"
 
 

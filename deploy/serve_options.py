@@ -76,6 +76,7 @@ class ServeOptions:
     session_ttl_seconds: int = 86_400
     kv_mode: str = "exact"
     kv_offload_bytes: int = 250_000_000
+    kv_offload_disk_bytes: int = 0
     kv_window: int = 4096
     kv_sinks: int = 64
     kv_select_pages: int = 64
@@ -128,6 +129,8 @@ class ServeOptions:
             raise Refused(ExitCode.USAGE, "--state-dir needs --state-dir-gb", hint)
         if self.state_dir is None and self.state_dir_bytes is not None:
             raise Refused(ExitCode.USAGE, "--state-dir-gb needs --state-dir")
+        if self.state_dir is None and self.kv_offload_disk_bytes:
+            raise Refused(ExitCode.USAGE, "--kv-offload-disk-gb needs --state-dir")
         if self.state_dir_bytes is not None and self.state_dir_bytes < LEAST_DISK_BYTES:
             raise Refused(
                 ExitCode.USAGE,
@@ -148,6 +151,7 @@ class ServeOptions:
             session_ttl_s=self.session_ttl_seconds,
             kv_mode=cast(KvMode, self.kv_mode),
             offload_bytes=self.kv_offload_bytes,
+            offload_disk_bytes=self.kv_offload_disk_bytes,
             window_tokens=self.kv_window,
             sink_tokens=self.kv_sinks,
             select_pages=self.kv_select_pages,

@@ -63,10 +63,12 @@ def check_state_folder(
             f"--state-dir {folder}: its disk has {size_text(room)} left, and a request of "
             f"{context} tokens alone has {size_text(one)} of state",
         )
-    if room < limit:
+    old = settings.offload_disk_bytes
+    if room < limit + old:
+        also = f" and --kv-offload-disk-gb {old / 1e9:g}" if old else ""
         return (
-            f"--state-dir-gb {limit / 1e9:g}: the disk of {folder} has {size_text(room)} left for "
-            "it; when that is full, nothing more is stored"
+            f"--state-dir-gb {limit / 1e9:g}{also}: the disk of {folder} has {size_text(room)} "
+            "left for it; when that is full, nothing more is stored"
         )
     return ""
 

@@ -48,6 +48,11 @@ OFFLOAD = _state(
     help="Host memory per replica, beside --host-cache-gb, for old pages of running requests in "
     "modes offload and select; who finds none left waits.",
 )
+OFFLOAD_DISK = _state(
+    min=0,
+    help="Disk per replica under --state-dir, beside --state-dir-gb, for the oldest of those pages "
+    "when that memory is filled. It is free again when the request ends.",
+)
 WINDOW = _state(
     min=64,
     help="Last tokens that stay on the device in modes offload and select, a multiple of 64.",

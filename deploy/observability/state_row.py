@@ -214,5 +214,17 @@ CACHED = Row(
             ),
             unit="bytes",
         ),
+        Panel(
+            "Old pages on disk",
+            "Of running requests that host memory has no room for; what is read and written; and "
+            "failures, after which a request begins again.",
+            (
+                Target(total(Q.now(m.STATE_SPILLED_BYTES), "engine"), "{{engine}}"),
+                Target(total(Q.now(m.STATE_SPILL_CAPACITY), "engine"), "{{engine}} room"),
+                Target(total(Q.rate(m.STATE_SPILL_MOVED), "op"), "{{op}}/s"),
+                Target(total(Q.increase(m.STATE_SPILL_FAILED), "reason"), "{{reason}}"),
+            ),
+            unit="bytes",
+        ),
     ),
 )

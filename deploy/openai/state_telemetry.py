@@ -28,11 +28,21 @@ _CACHE: tuple[tuple[Metric, Callable[[CacheStats], float]], ...] = (
     (metrics.STATE_SESSIONS_LOST, lambda c: c.lost_tips),
     (metrics.STATE_OFFLOADED_BYTES, lambda c: c.offloaded_bytes),
     (metrics.STATE_OFFLOAD_CAPACITY, lambda c: c.offload_capacity_bytes),
+    (metrics.STATE_SPILLED_BYTES, lambda c: c.spilled_bytes),
+    (metrics.STATE_SPILL_CAPACITY, lambda c: c.spill_capacity_bytes),
     (metrics.STATE_THREADS_DEAD, lambda c: c.store.threads_dead),
 )
 _CACHE_BY: tuple[tuple[Metric, Callable[[CacheStats], Named]], ...] = (
     (metrics.TIER_HIT_TOKENS, lambda c: {"hot": 0, **c.hits_by_tier}),
     (metrics.KV_PAGES_READ, lambda c: {"exact": c.selected_pages, "estimate": c.skipped_pages}),
+    (
+        metrics.STATE_SPILL_MOVED,
+        lambda c: {"read": c.spill_read_bytes, "write": c.spill_written_bytes},
+    ),
+    (
+        metrics.STATE_SPILL_FAILED,
+        lambda c: {**dict.fromkeys(metrics.SPILL_FAILURES, 0), **c.spill_failures},
+    ),
 )
 _TIER: tuple[tuple[Metric, Callable[[TierStats], float]], ...] = (
     (metrics.TIER_ITEMS, lambda t: t.items),

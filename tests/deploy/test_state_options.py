@@ -55,15 +55,15 @@ class TestFlags:
             "--kv-window", "1024", "--kv-select-pages", "9", "--sessions-per-tenant", "5",
             "--session-ttl-seconds", "60", "--kv-offload-gb", "0.75", "--kv-sinks", "128",
             "--kv-select-mass", "0.9", "--kv-checkpoint-tokens", "512", "--kv-read-seconds", "0.5",
-            "--state-dir-mb-per-s", "7.5",
+            "--state-dir-mb-per-s", "7.5", "--kv-offload-disk-gb", "4",
         )  # fmt: skip
         config = preflight.check_folder(options.model)
         assert options.cluster(config, None).engine.state == StateSettings(
             prefix_cache=False, snapshots=3, host_bytes=1_500_000_000, disk=tmp_path,
             disk_bytes=2_000_000_000, kv_mode="select", codec="int8",
             window_tokens=1024, select_pages=9, sessions_per_tenant=5, session_ttl_s=60,
-            offload_bytes=750_000_000, sink_tokens=128, select_mass=0.9, checkpoint_tokens=512,
-            read_timeout_s=0.5, write_bytes_per_s=7_500_000,
+            offload_bytes=750_000_000, offload_disk_bytes=4_000_000_000, sink_tokens=128,
+            select_mass=0.9, checkpoint_tokens=512, read_timeout_s=0.5, write_bytes_per_s=7_500_000,
         )  # fmt: skip
 
     def test_also_as_variables_and_in_a_file(self, serve: Serve, tmp_path: Path) -> None:
@@ -113,6 +113,7 @@ class TestFlags:
         [
             (["--state-dir", "x"], "--state-dir needs --state-dir-gb"),
             (["--state-dir-gb", "1"], "--state-dir-gb needs --state-dir"),
+            (["--kv-offload-disk-gb", "1"], "--kv-offload-disk-gb needs --state-dir"),
             (["--state-dir", "x", "--state-dir-gb", "0.01"], "at least 0.0671"),
             (["--state-dir", "x", "--state-dir-gb", "0"], "at least 0.0671"),
         ],
@@ -217,8 +218,10 @@ class TestFolder:
     def config(self, checkpoint: Path) -> ModelConfig:
         return preflight.check_folder(checkpoint)
 
-    def look(self, folder: Path, config: ModelConfig, limit: int = GIB, context: int = 512) -> str:
-        settings = StateSettings(disk=folder, disk_bytes=limit)
+    def look(
+        self, folder: Path, config: ModelConfig, limit: int = GIB, context: int = 512, old: int = 0
+    ) -> str:
+        settings = StateSettings(disk=folder, disk_bytes=limit, offload_disk_bytes=old)
         return check_state_folder(settings, config, context, torch.float32)
 
     def test_nothing_is_made(self, config: ModelConfig, tmp_path: Path) -> None:
@@ -281,3 +284,5 @@ class TestFolder:
         assert "has 8.4 MB left for it" in self.look(tmp_path, config)
         monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(GIB, 0, GIB))
         assert self.look(tmp_path, config) == ""
+        found = self.look(tmp_path, config, old=GIB)
+        assert "--kv-offload-disk-gb 1.07374: the disk of" in found

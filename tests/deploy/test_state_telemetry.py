@@ -4,6 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from expertmesh.actors.attention.messages import EngineStats
+from expertmesh.actors.state.offload.spill import REASONS
 from expertmesh.actors.state.stats import CacheStats, StoreStats, TierStats
 from expertmesh.cluster import metrics
 from expertmesh.deploy.openai.telemetry import Telemetry
@@ -20,8 +21,9 @@ CACHE = CacheStats(
     recomputed_state=64, cached_pages=7, lent_pages=6, snapshots=3, snapshots_total=16,
     snapshot_bytes=300, evicted_pages=20, evicted_snapshots=1, loads=5, loads_failed=2,
     load_seconds=1.5, loading=1, loading_bytes=12, checkpoints=9, sessions=4, lost_tips=3,
-    offloaded_bytes=40, offload_capacity_bytes=50, selected_pages=30, skipped_pages=70,
-    store=StoreStats(disk=DISK, threads_dead=1),
+    offloaded_bytes=40, offload_capacity_bytes=50, spilled_bytes=60, spill_capacity_bytes=80,
+    spill_written_bytes=61, spill_read_bytes=90, spill_failures={"io": 2, "full": 0},
+    selected_pages=30, skipped_pages=70, store=StoreStats(disk=DISK, threads_dead=1),
 )  # fmt: skip
 STATS = EngineStats(
     pages_total=8, pages_free=2, slots_total=4, slots_free=3, page_bytes=10, slot_bytes=100,
@@ -45,10 +47,16 @@ def test_the_cache_of_each_engine(text: str) -> None:
         ("state_checkpoints_total", 9), ("state_sessions", 4), ("state_sessions_lost_total", 3),
         ("state_threads_dead", 1),
         ("state_offloaded_bytes", 40), ("state_offload_capacity_bytes", 50),
+        ("state_offload_disk_bytes", 60), ("state_offload_disk_capacity_bytes", 80),
     ):  # fmt: skip
         assert samples(text, name) == {"a": value, "b": 0}, name
     read = samples(text, "kv_pages_read_total")
     assert (read["a,exact"], read["a,estimate"]) == (30, 70)
+    moved = samples(text, "state_offload_disk_moved_bytes_total")
+    assert (moved["a,read"], moved["a,write"]) == (90, 61)
+    failed = samples(text, "state_offload_disk_failures_total")
+    assert failed["a,io"] == 2 and sum(failed.values()) == 2
+    assert metrics.SPILL_FAILURES == REASONS
 
 
 def test_hits_by_tier_add_up(text: str) -> None:

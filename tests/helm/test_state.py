@@ -42,13 +42,13 @@ def test_by_default_there_is_memory_and_no_disk() -> None:
 def test_what_values_say_reaches_the_engine_beside_what_mesh_adds() -> None:
     objects = render(
         state={"prefixCache": False, "snapshots": 3, "hostSize": "1500M", "codec": "int8",
-               "mode": "select", "offloadSize": "1G", "disk": HOST},
+               "mode": "select", "offloadSize": "1G", "offloadDiskSize": "3G", "disk": HOST},
         mesh={"engine": {"pages": 77, "state": {"window_tokens": 1024}}},
     )  # fmt: skip
     state = settings(objects)
     assert (state.prefix_cache, state.snapshots, state.host_bytes) == (False, 3, 1_500_000_000)
     assert (state.codec, state.kv_mode, state.window_tokens) == ("int8", "select", 1024)
-    assert state.offload_bytes == 1_000_000_000
+    assert (state.offload_bytes, state.offload_disk_bytes) == (1_000_000_000, 3_000_000_000)
     assert AppSettings.model_validate(app_arguments(objects)).mesh.engine.pages == 77
 
 
@@ -100,12 +100,27 @@ def test_the_secret_goes_to_those_who_read_and_write() -> None:
     assert entry["valueFrom"]["secretKeyRef"] == {"name": "expertmesh-state", "key": "secret"}
 
 
+def test_a_volume_of_its_own_has_room_for_old_pages_too() -> None:
+    objects = render(
+        **{"state.disk.type": "ephemeral", "state.disk.size": "10G", "state.offloadDiskSize": "2G",
+           "attention.actorsPerPod": 2, "experts.replicas": 0}
+    )  # fmt: skip
+    (volume,) = volumes(objects, "attention")
+    claim = volume["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert claim["resources"]["requests"]["storage"] == "14000000000"
+    state = settings(objects)
+    assert (state.disk_bytes, state.offload_disk_bytes) == (9 * 10**9, 2 * 10**9)
+    for thing in objects:
+        check(thing)
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"state.disk.type": "hostPath"}, "needs state.disk.hostPath"),
         ({"state.disk.type": "claim"}, "needs state.disk.existingClaim"),
         ({"state.disk.type": "ephemeral", "state.disk.size": "70Mi"}, "at least 80Mi"),
+        ({"state.offloadDiskSize": "1G"}, "state.offloadDiskSize needs state.disk"),
         ({"state.encryption.existingSecret": "x"}, "nothing else is encrypted"),
         ({"state.hostSize": "3Gi"}, "must be below attention.resources.memory 4Gi"),
         (
@@ -136,3 +151,4 @@ def test_defaults_are_the_server_s_own() -> None:
     assert (values["codec"], values["mode"]) == (state.codec, state.kv_mode)
     assert values["hostSize"] == f"{state.host_bytes >> 20}Mi"
     assert values["offloadSize"] == f"{state.offload_bytes >> 20}Mi"
+    assert values["offloadDiskSize"] == str(state.offload_disk_bytes)

@@ -10,12 +10,23 @@ offload_bytes: {{ include "expertmesh.bytes" $s.offloadSize }}
 {{- if ne $s.disk.type "none" }}
 disk: {{ $s.disk.mountPath }}
 disk_bytes: {{ include "expertmesh.stateDiskBytes" . }}
+offload_disk_bytes: {{ include "expertmesh.bytes" $s.offloadDiskSize }}
 {{- end }}
 {{- end -}}
 
 {{/* A volume of that size holds a little less, for its file system. */}}
 {{- define "expertmesh.stateDiskBytes" -}}
 {{- mulf (include "expertmesh.bytes" .Values.state.disk.size) (eq .Values.state.disk.type "ephemeral" | ternary 0.9 1.0) | floor | int64 -}}
+{{- end -}}
+
+{{/* With old pages of running requests, of each replica in the pod. */}}
+{{- define "expertmesh.stateVolumeSize" -}}
+{{- $old := include "expertmesh.bytes" .Values.state.offloadDiskSize | int64 | mul .Values.attention.actorsPerPod -}}
+{{- if $old -}}
+{{- include "expertmesh.bytes" .Values.state.disk.size | int64 | add $old -}}
+{{- else -}}
+{{- .Values.state.disk.size -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "expertmesh.stateVolume" -}}
@@ -30,7 +41,7 @@ ephemeral:
     spec:
       accessModes: [ReadWriteOnce]
       {{- include "expertmesh.storageClass" $disk.storageClass | nindent 6 }}
-      resources: {requests: {storage: {{ $disk.size | quote }}}}
+      resources: {requests: {storage: {{ include "expertmesh.stateVolumeSize" . | quote }}}}
 {{- end -}}
 {{- end -}}
 
@@ -59,6 +70,9 @@ ephemeral:
 {{- fail (printf "state.disk.size %v is too little: it takes at least 80Mi" $disk.size) }}
 {{- end }}
 {{- end }}
+{{- if and (eq $disk.type "none") (include "expertmesh.bytes" $v.state.offloadDiskSize | int64) }}
+{{- fail "state.offloadDiskSize needs state.disk" }}
+{{- end }}
 {{- if and $v.state.encryption.existingSecret (eq $disk.type "none") }}
 {{- fail "state.encryption.existingSecret needs state.disk: nothing else is encrypted" }}
 {{- end }}
@@ -71,7 +85,7 @@ ephemeral:
 {{- fail (printf "state.hostSize %v and state.offloadSize %v, times attention.actorsPerPod %v, and attention.shmSize %v, must be below attention.resources.memory %v" $v.state.hostSize $v.state.offloadSize $v.attention.actorsPerPod $v.attention.shmSize $v.attention.resources.memory) }}
 {{- end }}
 {{- $own := include "expertmesh.state" . | fromYaml }}
-{{- range $key := concat (keys $own) (list "disk" "disk_bytes") | uniq | sortAlpha }}
+{{- range $key := concat (keys $own) (list "disk" "disk_bytes" "offload_disk_bytes") | uniq | sortAlpha }}
 {{- if hasKey (dig "engine" "state" dict (default dict $v.mesh)) $key }}
 {{- fail (printf "mesh.engine.state.%s is decided by the state values" $key) }}
 {{- end }}
