@@ -34,7 +34,8 @@ def run_world(seed: int, schedules: int, layers: int) -> tuple[Counts, list[str]
     if len(oracle.rows) > MOST_TEXTS:
         oracle.rows.clear()
     with tempfile.TemporaryDirectory() as folder:
-        below: Below = Tiers(seed, Path(folder)) if seed % 4 == 0 else Memory(seed)
+        kind: type[Memory | Tiers] = Tiers if seed % 4 == 0 else Memory
+        below: Below = kind(seed, Path(folder))
         world, number = World(seed, small_model(layers), oracle, below), 0
         try:
             for number in range(schedules):

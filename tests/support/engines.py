@@ -11,6 +11,7 @@ from expertmesh.actors.attention.messages import (
     TokenOutput,
 )
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.state.offload.spill import Spill
 from expertmesh.actors.state.pages import pages_for
 from tests.support.fake_model import FakeModel
 
@@ -112,3 +113,9 @@ def check_idle(engine: Engine) -> None:
     assert (stats.running, stats.waiting) == (0, 0)
     assert (stats.pages_free, stats.slots_free) == (stats.pages_total, stats.slots_total)
     assert not engine.has_work
+
+
+def spill_of(engine: Engine) -> Spill | None:
+    """Where its old pages go when host memory is filled."""
+    offload = engine._contexts._offload
+    return None if offload is None else offload.spill

@@ -11,16 +11,19 @@ STALL_S = 30.0  # of a call that hangs, unless it is let go
 
 @dataclass
 class FaultyFiles(Files):
-    """write_errno, read_errno: raised while they are not 0. flip: of every read, a bit is wrong.
-    short: every read ends early. hang: cleared for calls to hang. open: descriptors."""
+    """write_errno, read_errno: raised while they are not 0. flip: of every read, a bit is wrong;
+    flips: of the next so many. short: every read ends early. hang: cleared for calls to hang.
+    open_fds, reads, written: descriptors, sizes, and bytes in all."""
 
     write_errno: int = 0
     read_errno: int = 0
     flip: bool = False
+    flips: int = 0
     short: bool = False
     hang: threading.Event = field(default_factory=threading.Event)
     open_fds: set[int] = field(default_factory=set)
-    reads: list[int] = field(default_factory=list)  # their sizes
+    written: int = 0
+    reads: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.hang.set()
@@ -39,6 +42,7 @@ class FaultyFiles(Files):
         if self.write_errno:
             raise OSError(self.write_errno, "injected")
         super().write(fd, buffers, offset)
+        self.written += sum(map(len, buffers))
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.hang.wait(STALL_S)
@@ -46,6 +50,7 @@ class FaultyFiles(Files):
             raise OSError(self.read_errno, "injected")
         count = super().read(fd, buffers, offset)
         self.reads.append(count)
-        if self.flip:
+        if self.flip or self.flips > 0:
+            self.flips -= 1
             buffers[0][count // 2] ^= 1
         return count - 1 if self.short else count

@@ -51,11 +51,12 @@ class Below(Protocol):
 
 
 class Memory:
-    """Both replicas share it, as if it were a disk that never forgets a promise."""
+    """Both replicas share it, as if it were a disk that never forgets a promise. folder: for old
+    pages of running requests, which are on a real one."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, folder: Path) -> None:
         self.store = MemoryStore(random.Random(seed))
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] = {"disk": folder, "disk_bytes": 64 << 20}
         self.threads = False
 
     def open(self, replica: int, layout: StateLayout, wake: Callable[[], None]) -> Store:

@@ -8,6 +8,7 @@ aborts, preemption, eviction, losses and failovers in between, and then everythi
 All is drawn from one seed: (seed, number) names a schedule, and replays it.
 """
 
+import errno
 import random
 import threading
 import time
@@ -20,7 +21,8 @@ from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import GenerateRequest, RequestRefused
 from expertmesh.actors.model.batch import PAGE_TOKENS
 from expertmesh.actors.state.cache import StateCache
-from tests.support.engines import Answer, check_books, collect, request
+from tests.support.engines import Answer, check_books, collect, request, spill_of
+from tests.support.faulty_files import FaultyFiles
 from tests.support.runner import Runner
 from tests.support.state_below import STALL_S, Below, wait_for
 from tests.support.state_model import VOCAB, cached
@@ -66,7 +68,8 @@ def tokens_of(text: Text) -> list[int]:
 @dataclass
 class Sizes:
     """Of one engine; drawn so that something is always short. window: of requests whose old pages
-    are not on the device. far_pages: how many of those, of all together, there may be."""
+    are not on the device. far_pages: how many of those, of all together, there may be in host
+    memory; far_pieces: of one page each, on disk."""
 
     pages: int
     slots: int
@@ -77,6 +80,7 @@ class Sizes:
     ping_pong: bool
     window: int
     far_pages: int
+    far_pieces: int
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Sizes":
@@ -90,6 +94,7 @@ class Sizes:
             ping_pong=rng.random() < 0.1,
             window=rng.choice((64, 128)),
             far_pages=rng.choice((2, 4, 5, 1000)),
+            far_pieces=rng.choice((0, 2, 8)),
         )
 
 
@@ -129,6 +134,8 @@ class Counts:
     restarts: int = 0
     losses: int = 0
     offloaded: int = 0  # requests with old pages off the device
+    spilled: int = 0  # bytes of old pages that went to disk
+    lost: int = 0  # times that requests began again, or ended, as they had lost them
     continued: int = 0  # sessions that went on from where they stood
     mismatches: int = 0
 
@@ -142,8 +149,9 @@ class World:
         self.counts = Counts()
         self.sizes = [Sizes.draw(rng) for _ in range(2)]
         self.wake = [threading.Event() for _ in range(2)]
+        self.files = FaultyFiles()  # with old pages of running requests
         self.engines = [self._start(which) for which in range(2)]
-        self.tips_lost_before = self.tips_lost_by_replaced = 0
+        self.tips_lost_before = self.tips_lost_by_replaced = self.lost_by_replaced = 0
         self.taps = [tap(engine) for engine in self.engines]
         self.asked: dict[str, Asked] = {}
         self.past: list[tuple[str, list[int], list[int]]] = []  # tenant, prompt, answer
@@ -155,14 +163,19 @@ class World:
     def _start(self, which: int) -> Engine:
         sizes, wake, page = self.sizes[which], self.wake[which], self.runner.state.page_bytes
         store = self.below.open(which, self.runner.state.layout, wake.set)
-        return cached(
+        engine = cached(
             self.runner, sizes.pages, sizes.slots, store,
             {"snapshots": sizes.snapshots, "ladder_tokens": sizes.ladder_tokens,
              "window_tokens": sizes.window, "offload_bytes": sizes.far_pages * page,
+             "offload_disk_bytes": 2 * sizes.far_pieces * page, "offload_disk_tokens": 64,
              **self.below.state},
             arrived=wake, step_tokens=sizes.step_tokens, max_bypass=sizes.max_bypass,
             ping_pong=sizes.ping_pong, ageing_steps=8,
         )  # fmt: skip
+        spill = spill_of(engine)
+        if spill is not None:
+            spill.files = self.files
+        return engine
 
     def schedule(self, number: int) -> None:
         """Runs and checks one. Raises Mismatch, or whatever the engine's own checks raise."""
@@ -188,7 +201,7 @@ class World:
         tenant = rng.choice(TENANTS) if rng.random() < 0.2 else ""
         own = [(prompt, answer) for who, prompt, answer in self.past[-8:] if who == tenant]
         session = self._session() if rng.random() < 0.15 else ""
-        mode = "offload" if rng.random() < 0.15 and not session else ""
+        mode = "offload" if rng.random() < 0.2 and not session else ""
         if session in self.sessions:
             ids = self.sessions[session][0]
             tenant, ids = "", ids + self._tail(len(ids))
@@ -197,7 +210,7 @@ class World:
             ids = prompt + answer + self._tail(len(prompt) + len(answer))
         else:
             edit = rng.choice(EDITS) if rng.random() < 0.3 else 0
-            length = rng.choice(LONG if mode and rng.random() < 0.5 else LENGTHS)
+            length = rng.choice(LONG if mode and rng.random() < 0.7 else LENGTHS)
             ids = tokens_of(Text(rng.randrange(3), edit, length))
         self.names += 1
         params: dict[str, Any] = {"priority": rng.choice((0, 0, 0, -1, 1))}
@@ -256,6 +269,8 @@ class World:
             self.counts.evictions += 1
         elif kind < 0.97:
             self.below.damage(rng)
+            self.files.flips = rng.randint(0, 2)
+            self.files.write_errno = rng.choice((0, 0, errno.ENOSPC))
             self.counts.losses += 1
         else:
             self._restart(rng.randrange(2))
@@ -317,7 +332,9 @@ class World:
         if any(self.asked[name].engine == which for name in self._open()):
             return
         self.below.lose(which)
-        self.tips_lost_by_replaced += self.engines[which].cache.stats().lost_tips
+        gone = self.engines[which].stats().cache
+        self.tips_lost_by_replaced += gone.lost_tips
+        self.lost_by_replaced += sum(gone.spill_failures.values())
         self.engines[which] = self._start(which)
         before = self.taps[which].seen
         self.taps[which] = tap(self.engines[which])
@@ -345,6 +362,11 @@ class World:
             assert isinstance(engine.cache, StateCache)
             engine.cache.device.check()
         self.below.check()
+        stats = [engine.stats().cache for engine in self.engines]
+        assert not any(one.spilled_bytes for one in stats)
+        failures = sum(sum(one.spill_failures.values()) for one in stats)
+        self.counts.lost = self.lost_by_replaced + failures
+        self.counts.spilled = self.files.written
 
     def close(self) -> None:
         self.below.close()
@@ -353,9 +375,12 @@ class World:
 
     def _check(self, name: str, each: Asked) -> None:
         prompt, answer = each.request.prompt_ids, each.known + each.answer.token_ids
-        reason = each.answer.finish_reason
-        if reason not in ("length", "abort") or (reason == "abort" and not each.aborted):
-            raise Mismatch(f"{name} ended with {reason}: {each.answer.error}")
+        reason, error = each.answer.finish_reason, each.answer.error or ""
+        # Who has lost its old pages and finds no room but on the disk says so; another may resume.
+        gone = each.answer.lost and error.startswith("old pages on disk are lost")
+        may = {"length": True, "abort": each.aborted, "error": gone}
+        if reason is None or not may.get(reason):
+            raise Mismatch(f"{name} ended with {reason}: {error}")
         paths = self._paths(each)
         if len(paths) == 1 and not each.stood:
             self._check_cached(name, each)

@@ -22,7 +22,7 @@ from tests.actors.attention.test_contexts import (
     run,
     same,
 )
-from tests.support.engines import Answer, check_books, check_idle, collect, request
+from tests.support.engines import Answer, check_books, check_idle, collect, request, spill_of
 from tests.support.faulty_files import FaultyFiles
 from tests.support.state_model import small_model
 
@@ -57,9 +57,9 @@ def spilling(
 
 
 def of(engine: Engine) -> Spill:
-    shared = engine._contexts._offload
-    assert shared is not None and shared.spill is not None
-    return shared.spill
+    spill = spill_of(engine)
+    assert spill is not None
+    return spill
 
 
 def faults(engine: Engine) -> FaultyFiles:
@@ -258,7 +258,7 @@ def test_without_a_disk_nothing_is_spilled(exact: Answer) -> None:
     assert same(run(engine, ask("a", "offload"))["a"], exact)
     stats = engine.stats().cache
     assert stats.spill_capacity_bytes == 0 and not stats.spill_failures
-    assert engine._contexts._offload.spill is None  # type: ignore[union-attr]
+    assert spill_of(engine) is None
 
 
 def test_answers_are_those_of_the_request(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ def oracle() -> Oracle:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_schedule_changes_a_bit(seed: int, oracle: Oracle) -> None:
-    world = World(seed, small_model(), oracle, Memory(seed))
+def test_no_schedule_changes_a_bit(seed: int, oracle: Oracle, tmp_path: Path) -> None:
+    world = World(seed, small_model(), oracle, Memory(seed, tmp_path))
     for number in range(SCHEDULES):
         world.schedule(number)
     counts = world.counts
@@ -39,16 +39,18 @@ def test_nor_with_real_tiers(oracle: Oracle, tmp_path: Path) -> None:
     assert world.counts.cached_tokens
 
 
-def test_nor_with_routed_experts() -> None:
+def test_nor_with_routed_experts(tmp_path: Path) -> None:
     runner = small_model(experts=True)
-    world = World(100, runner, Oracle(runner), Memory(0))
+    world = World(100, runner, Oracle(runner), Memory(0, tmp_path))
     for number in range(10):
         world.schedule(number)
     assert world.counts.cached_tokens
 
 
-def test_an_heir_may_begin_within_its_answer_and_others_only_on_the_grid(oracle: Oracle) -> None:
-    world = World(0, small_model(), oracle, Memory(0))
+def test_an_heir_may_begin_within_its_answer_and_others_only_on_the_grid(
+    oracle: Oracle, tmp_path: Path
+) -> None:
+    world = World(0, small_model(), oracle, Memory(0, tmp_path))
     made = msgspec.structs.replace(world._request(), prompt_ids=[1] * 191, session="", kv_mode="")
     heir = Asked(msgspec.structs.replace(made, resume_ids=[2] * 3), 0, known=[2] * 3, cached=191)
     (path,) = world._paths(heir)
