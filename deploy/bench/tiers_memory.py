@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,23 +16,31 @@ import msgspec
 import torch
 
 from expertmesh.actors.attention.settings import EngineSettings
+from expertmesh.actors.state.offload.context import far_pages
 from expertmesh.actors.state.pages import pages_for
-from expertmesh.actors.state.settings import KvMode, StateSettings
+from expertmesh.actors.state.settings import LEAST_DISK_BYTES, StateSettings
 from expertmesh.deploy.bench.tiers_resident import Resident
 from expertmesh.deploy.eval.driver import Driver
 from expertmesh.deploy.eval.subject import Subject
 
 STEP_TOKENS = 512
 ANSWER_TOKENS = 16
-MODES: tuple[KvMode, ...] = ("exact", "offload", "select")
+DISK = "+disk"
+MODES = ("exact", "offload", "offload" + DISK, "select", "select" + DISK)
+# Of the old pages, what host memory has room for where there is a disk below it; and at least so
+# many pages, of which the newest make no piece yet.
+HOST_SHARE, LEAST_PAGES = 1 / 8, 32
+PIECE_TOKENS = 1024
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a prompt of so many tokens and an answer.
 
-    latents to scratch, host: see Resident. slot: KDA state. full: latents of an exact sequence of
+    mode: with DISK where host memory has room for HOST_SHARE of the old pages. latents to scratch,
+    host, disk: see Resident. slot: KDA state. full: latents of an exact sequence of
     this length. share: (near + index + recent) / full. pss: proportional set size at the last step,
     peak_pss the largest of all steps, both beyond that of the same process before the prompt.
+    token_s: of an answer's token after the first.
     """
 
     mode: str
@@ -43,11 +52,13 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     scratch: int
     slot: int
     host: int
+    disk: int
     full: int
     share: float
     pss: int
     peak_pss: int
     seconds: float
+    token_s: float
 
 
 def memory(
@@ -87,12 +98,27 @@ def pss_bytes() -> int:
     raise RuntimeError("/proc/self/smaps_rollup does not tell a Pss")
 
 
-def measure(subject: Subject, mode: KvMode, tokens: int, window: int, pages: int) -> Memory:
+def measure(subject: Subject, mode: str, tokens: int, window: int, pages: int) -> Memory:
     """In this process, which should be new."""
-    state = StateSettings(
-        prefix_cache=False, host_bytes=0, kv_mode=mode, window_tokens=window, select_pages=pages
-    )
-    near = pages_for(state.sink_tokens + window + STEP_TOKENS) + 2
+    with tempfile.TemporaryDirectory() as folder:
+        state = StateSettings.model_validate(
+            {"prefix_cache": False, "host_bytes": 0, "kv_mode": mode.removesuffix(DISK),
+             "window_tokens": window, "select_pages": pages}
+        )  # fmt: skip
+        if mode.endswith(DISK):
+            far = far_pages(state, tokens + ANSWER_TOKENS)
+            room = {
+                "offload_bytes": max(LEAST_PAGES, int(far * HOST_SHARE)) * subject.page_bytes,
+                "offload_disk_bytes": 2 * far * subject.page_bytes,
+                "offload_disk_tokens": PIECE_TOKENS,
+                "disk": Path(folder), "disk_bytes": LEAST_DISK_BYTES,
+            }  # fmt: skip
+            state = state.model_copy(update=room)
+        return _measure(subject, state, mode, tokens)
+
+
+def _measure(subject: Subject, state: StateSettings, mode: str, tokens: int) -> Memory:
+    near = pages_for(state.sink_tokens + state.window_tokens + STEP_TOKENS) + 2
     whole = pages_for(tokens + ANSWER_TOKENS)
     settings = EngineSettings(
         pages=whole if mode == "exact" else min(whole, near), slots=2, step_tokens=STEP_TOKENS,
@@ -113,8 +139,9 @@ def measure(subject: Subject, mode: KvMode, tokens: int, window: int, pages: int
         return Memory(
             mode=mode, tokens=tokens, latents=most.latents, near=most.near, index=most.index,
             recent=most.recent, scratch=most.scratch, slot=engine.state.slot_bytes, host=most.host,
-            full=full, share=most.answering / full, pss=sizes[-1] - before,
+            disk=most.disk, full=full, share=most.answering / full, pss=sizes[-1] - before,
             peak_pss=max(sizes) - before, seconds=timed.last_s,
+            token_s=(timed.last_s - timed.first_s) / (ANSWER_TOKENS - 1),
         )  # fmt: skip
 
 

@@ -27,11 +27,11 @@ def plot_memory(found: Sequence[Memory], path: Path) -> None:
         device.plot(tokens, held, "o-", color=colour, label=mode)
         if any(one.scratch for one in own):
             with_scratch = [size + one.scratch / MIB for size, one in zip(held, own, strict=True)]
-            device.plot(tokens, with_scratch, ":", color=colour, label=f"{mode}, with scratch")
+            device.plot(tokens, with_scratch, ":", color=colour)
         host.plot(tokens, [one.host / MIB for one in own], "o-", color=colour, label=mode)
         pss.plot(tokens, [one.pss / MIB for one in own], "o-", color=colour, label=mode)
         pss.plot(tokens, [one.peak_pss / MIB for one in own], ":", color=colour)
-    device.set_title("on the device, answering")
+    device.set_title("on the device (dotted: with scratch)")
     host.set_title("old pages in host memory")
     pss.set_title("PSS of the process (dotted: peak)")
     for axis in (device, host, pss):
@@ -39,7 +39,7 @@ def plot_memory(found: Sequence[Memory], path: Path) -> None:
         axis.set_yscale("symlog", base=2, linthresh=1)
         axis.yaxis.set_major_formatter("{x:g}")
     device.set_ylabel("MiB")
-    device.legend(fontsize=8)
+    host.legend(fontsize=8)
     figure.supxlabel("tokens of prompt", fontsize=10)
     save(figure, path)
 

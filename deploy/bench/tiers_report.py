@@ -149,8 +149,8 @@ def _memory(one: Memory) -> dict[str, str]:
     return {
         "mode": one.mode, "tokens": str(one.tokens),
         "resident MiB": _mib(one.near + one.index + one.recent), "of full": f"{one.share:.1%}",
-        "scratch": _mib(one.scratch), "host": _mib(one.host), "PSS": _mib(one.pss),
-        "peak PSS": _mib(one.peak_pss),
+        "scratch": _mib(one.scratch), "host": _mib(one.host), "disk": _mib(one.disk),
+        "PSS": _mib(one.pss), "peak PSS": _mib(one.peak_pss), "ms a token": _ms(one.token_s),
     }  # fmt: skip
 
 

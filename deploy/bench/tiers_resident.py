@@ -9,17 +9,20 @@ class Resident:
 
     latents: pages on the device; near: the same while answering. index, recent: sketches, and old
     pages that late steps have read, both on the device. scratch: rows that are gathered there for
-    one layer, shared by all sequences. host: old pages in host memory.
+    one layer, shared by all sequences. host, disk: old pages in host memory, and room
+    that they have on disk.
     """
 
     def __init__(self) -> None:
         self.latents = self.near = self.index = self.recent = self.scratch = self.host = 0
+        self.disk = 0
 
     @property
     def answering(self) -> int:
         return self.near + self.index + self.recent
 
     def look(self, engine: Engine) -> None:
+        self.disk = max(self.disk, engine.scheduler.room.disk_bytes)
         for seq in engine.scheduler.running:
             self._one(seq, len(seq.near) * engine.state.page_bytes)
 

@@ -48,7 +48,9 @@ def measured(
         patch.setattr(tiers_memory, "MODES", ("exact",))
         memory = tiers_memory.memory(checkpoint, [832])  # in a process of its own
         patch.setattr(tiers_memory, "ANSWER_TOKENS", 8)
-        memory.append(measure(subject, "offload", 832, 64, 4))
+        patch.setattr(tiers_memory, "LEAST_PAGES", 4)
+        patch.setattr(tiers_memory, "PIECE_TOKENS", 128)
+        memory += [measure(subject, mode, 832, 64, 4) for mode in ("offload", "offload+disk")]
     work = Work(prefixes=2, context=128, requests=3, answer=2, clients=(2,))
     folder, maker = tmp_path_factory.mktemp("tiers"), Maker(subject.tokenizer, Prose())
     return Measured(
@@ -149,9 +151,11 @@ def test_what_is_said_otherwise_counts_against_a_system(
 def test_old_pages_leave_the_device_and_are_accounted_for_on_the_host(
     subject: Subject, measured: Measured
 ) -> None:
-    exact, far = measured.memory
+    exact, far, disk = measured.memory
     assert (exact.mode, exact.tokens) == ("exact", far.tokens)
-    assert exact.share == 1 and exact.host == exact.index == exact.scratch == 0
+    assert exact.share == 1 and exact.host == exact.index == exact.scratch == exact.disk == 0
+    assert far.disk == 0 < disk.disk and disk.host <= 4 * subject.page_bytes < far.host
+    assert disk.near == far.near and disk.share == far.share and disk.token_s > 0
     assert far.full == exact.full == 14 * subject.page_bytes
     assert far.near + far.host >= far.full and far.share < 0.5 and far.scratch > 0
 
