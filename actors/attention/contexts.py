@@ -56,10 +56,11 @@ class Contexts:
             return "exact"
         if not self.room.ever(self.room.far(mode, peak)):
             return "exact"  # then the device has room: check_request has seen to it
+        seq.context = self._offload.context("select" if mode == "select" else "offload")
+        if seq.context.disk and not self._offload.spill_usable and not self.hopeless(seq):
+            seq.context.disk = False
         if mode == "offload":
-            seq.context = self._offload.context("offload")
             return "exact"
-        seq.context = self._offload.context("select")
         sizes = state.sink_tokens, state.window_tokens, state.select_pages
         return f"select {sizes} {state.select_mass}"
 

@@ -416,8 +416,7 @@ class Engine:
         for seq in [seq for seq, _, _ in step.spans if seq.lost]:
             hopeless = self._contexts.hopeless(seq)
             if hopeless:
-                outputs.append(self._finish(seq, "error", hopeless))
-                outputs[-1].lost = True
+                outputs.append(self._finish(seq, "abort", hopeless))
             else:
                 self.scheduler.preempt(seq)
 

@@ -143,8 +143,9 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt's first on; the last generated token is never computed and has no entry. A resumed
     request reports neither the prompt nor positions that were reported before. cached_tokens: of
     the prompt, not computed for this request. kv: of all steps so far, unless all was exact.
-    lost: the engine has failed, not the request; another engine can go on with it. error_field: the
-    part of the request that the error is about, where it is the request's own.
+    error: why it ended so; also of an abort that nobody asked for, after which another engine may
+    go on. lost: the engine has failed, not the request; another engine can go on with it.
+    error_field: the part of the request that the error is about, where it is the request's own.
     """
 
     request_id: str

@@ -377,9 +377,8 @@ class World:
         prompt, answer = each.request.prompt_ids, each.known + each.answer.token_ids
         reason, error = each.answer.finish_reason, each.answer.error or ""
         # Who has lost its old pages and finds no room but on the disk says so; another may resume.
-        gone = each.answer.lost and error.startswith("old pages on disk are lost")
-        may = {"length": True, "abort": each.aborted, "error": gone}
-        if reason is None or not may.get(reason):
+        gone = error.startswith("old pages on disk are lost")
+        if reason not in ("length", "abort") or (reason == "abort" and not each.aborted | gone):
             raise Mismatch(f"{name} ended with {reason}: {error}")
         paths = self._paths(each)
         if len(paths) == 1 and not each.stood:

@@ -120,6 +120,11 @@ class Offload:
         self.mla_decode, self.moments = mla_decode, moments
         self.fit_pages, self.scratch, self.total = fit_pages, Scratch(), Reading()
 
+    @property
+    def spill_usable(self) -> bool:
+        """Whether there is a disk that has not failed lately."""
+        return self.spill is not None and self.spill.usable
+
     def context(self, mode: Mode) -> "OffloadedContext":
         return OffloadedContext(self, mode)
 

@@ -177,7 +177,8 @@ def test_what_is_lost_and_has_no_other_room_ends_for_another_engine(
         collect(engine.step(), answers)
     faults(engine).read_errno = errno.EIO
     found = rest(engine, answers)
-    assert found.finish_reason == "error" and found.lost and found.finishes == 1
+    # The front door resumes what an engine aborts; one that says `lost` it would not ask again.
+    assert found.finish_reason == "abort" and not found.lost and found.finishes == 1
     assert found.error is not None and "old pages on disk are lost (io)" in found.error
     assert str(LEAST) in found.error
     assert exact.token_ids[1 : 1 + len(found.token_ids)] == found.token_ids
@@ -268,3 +269,17 @@ def test_answers_are_those_of_the_request(tmp_path: Path) -> None:
     with pytest.raises(RequestRefused, match="kv_mode offload or select would serve it"):
         engine.submit(msgspec.structs.replace(ask("a", "exact"), kv_mode=""))
     assert len(run(engine, ask("a", "offload"))["a"].token_ids) == ANSWER
+
+
+def test_a_disk_that_has_just_failed_is_not_begun_with(tmp_path: Path, exact: Answer) -> None:
+    """Where there is room without it; else it is tried again."""
+    engine = spilling(tmp_path, bytes_off(), 9)
+    of(engine)._breaker.trip()
+    for name, length in (("a", PROMPT), ("b", PROMPT + 128)):
+        engine.submit(ask(name, "offload", prompt(length)))
+    engine.step()
+    contexts = {seq.id: seq.context for seq in engine._sequences.values()}
+    assert not contexts["a"].disk and contexts["b"].disk  # type: ignore[union-attr]
+    of(engine)._breaker.succeeded()
+    answers: dict[str, Answer] = {}
+    assert same(rest(engine, answers), exact) and answers["b"].finish_reason == "length"

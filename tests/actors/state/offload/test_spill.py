@@ -82,9 +82,24 @@ def test_pages_come_back_layer_by_layer_and_one_by_one(made: Spill) -> None:
 def test_many_pieces_need_little_memory(made: Spill) -> None:
     file, content = SpillFile(made), rows(40)
     pages = [page for at in range(0, 40, 2) for page in write(file, content[at : at + 2])]
+    under_way, most = 0, 0
+    take, give_back = made.take, made.give_back
+
+    def counted(count: int) -> Tensor:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        return take(count)
+
+    def given(memory: Tensor) -> None:
+        nonlocal under_way
+        under_way -= 1
+        give_back(memory)
+
+    made.take, made.give_back = counted, given  # type: ignore[method-assign]
     for _ in range(3):
         assert torch.equal(read(pages, 1), content[:, 1])
-    assert len(made._spare) <= AHEAD
+    assert most == AHEAD and under_way == 0 and len(made._spare) <= AHEAD
 
 
 def test_what_is_encrypted_is_not_on_the_disk_in_the_clear(made: Spill) -> None:
