@@ -162,7 +162,11 @@ class RayEngineClient:
         if not ready:
             raise EngineUnavailable(reason)
         # Also those that are down: they may only be silent, and know it all the same.
-        return await ask_replicas(call, list(self._links.values()), seated)
+        answer = await ask_replicas(call, list(self._links.values()), seated)
+        if call.verb == "delete" and answer.problem in (None, "unknown"):
+            for tracked in self._requests.values():  # a replica that is new has not been told
+                tracked.drop_session(call.tenant, call.session)
+        return answer
 
     # --- placing ------------------------------------------------------------------------------
 

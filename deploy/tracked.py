@@ -71,6 +71,11 @@ class TrackedRequest:
             self.request, request_id=self.wire_id, resume_ids=self.ids.copy()
         )
 
+    def drop_session(self, tenant: str, session: str) -> None:
+        """It was deleted: the next replica does not bring it back."""
+        if (self.request.tenant, self.request.session) == (tenant, session):
+            self.request = msgspec.structs.replace(self.request, session="")
+
     @property
     def begun(self) -> bool:
         """Whether some replica has, or may have, worked on it."""

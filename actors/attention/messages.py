@@ -81,6 +81,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: whose cached state it may use and adds to; nobody else's (an API key's name, a salt).
     session: the tenant's name for the state that the request goes on from, where its prompt begins
     with that state's tokens, and leaves behind. kv_mode: see StateSettings; "" = the engine's.
+    arrived: when the front door took it, seconds since 1970: a session that was deleted since is
+    not brought back. 0: when the engine takes it.
     """
 
     request_id: str
@@ -92,6 +94,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""
     session: str = ""
     kv_mode: str = ""
+    arrived: float = 0.0
 
 
 class KvReport(msgspec.Struct, kw_only=True, omit_defaults=True):

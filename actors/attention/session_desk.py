@@ -2,9 +2,12 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+
+import msgspec
 
 from expertmesh.actors.attention.messages import (
     EngineFailed,
@@ -67,11 +70,8 @@ class SessionDesk:
             return
         if (request.kv_mode or self._cache.settings.kv_mode) != MODE:
             raise RequestRefused(f"a session needs kv_mode {MODE}", "session_id")
-        if self.sessions.full(request.tenant, request.session):
-            most = self._cache.settings.sessions_per_tenant
-            raise QuotaExceeded(
-                f"there are {most} sessions already, and no more may be: delete one", "session_id"
-            )
+        if full := self.sessions.full(request.tenant, request.session):
+            raise QuotaExceeded(full, "session_id")
 
     @property
     def count(self) -> int:
@@ -100,18 +100,12 @@ class SessionDesk:
             call, answer = self._calls.popleft()
             if answer.set_running_or_notify_cancel():
                 if call.verb == "delete":
-                    self._forget_turns(call)
+                    self.sessions.delete(call.tenant, call.session, call.at)
                 self._verbs.call(call, answer.set_result)
         self._errands.poll()
         if self.sessions.sweep_due:
             self.sessions.sweep()
             self._refresh()
-
-    def _forget_turns(self, call: SessionCall) -> None:
-        """A turn that was under way when its session was deleted does not bring it back."""
-        for name, request in list(self._running.items()):
-            if (request.tenant, request.session) == (call.tenant, call.session):
-                del self._running[name]
 
     def _refresh(self) -> None:
         """What others have left on the disk counts against the quota and is pinned here."""
@@ -125,6 +119,8 @@ class SessionDesk:
 
     def claim(self, request: GenerateRequest, done: Callable[[Tip | None], None]) -> None:
         """Calls `done`, now or from `work`, with where the request goes on."""
+        if not request.arrived:
+            request = msgspec.structs.replace(request, arrived=time.time())
         self._running[request.request_id] = request
 
         def failed(error: Exception) -> None:
@@ -145,7 +141,9 @@ class SessionDesk:
             return
         tip, items = self._cache.save_tip(seq)
         seed = None if seq.greedy else seq.seed
-        self.sessions.save(request.tenant, request.session, MODE, seq.tokens, seed, tip, items)
+        self.sessions.save(
+            request.tenant, request.session, MODE, seq.tokens, seed, tip, items, request.arrived
+        )
 
     def close(self, reason: str) -> None:
         """Ends all calls, and takes none any more."""

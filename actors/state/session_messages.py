@@ -1,5 +1,6 @@
 """What crosses the border of a replica about sessions: calls in, views and reports out."""
 
+import time
 from typing import Literal
 
 import msgspec
@@ -11,12 +12,14 @@ Problem = Literal[
 
 
 class SessionCall(msgspec.Struct, kw_only=True, frozen=True):
-    """tenant, session: see GenerateRequest. target: the new session's name, for fork."""
+    """tenant, session: see GenerateRequest. target: the new session's name, for fork. at: when it
+    was asked, by the clock that stamps requests; seconds since 1970."""
 
     verb: Verb
     tenant: str
     session: str = ""
     target: str = ""
+    at: float = msgspec.field(default_factory=time.time)
 
 
 class SessionView(msgspec.Struct, kw_only=True):

@@ -56,7 +56,7 @@ class SessionVerbs:
             return SessionAnswer(resumed=(yield from self._resume(entry.manifest)))
         if call.verb == "fork":
             return SessionAnswer(view=(yield from self._fork(entry.manifest, call.target)))
-        yield from self._delete(entry.manifest)
+        yield from self._delete(entry.manifest, call.at)
         return SessionAnswer(deleted=call.session)
 
     # --- looking ------------------------------------------------------------------------------
@@ -174,9 +174,8 @@ class SessionVerbs:
             raise SessionProblem("exists", f"there is a session {target!r} already")
         if not sessions.is_now(manifest):  # its state may be gone
             raise SessionProblem("busy", "a request of the session has ended meanwhile")
-        if sessions.full(manifest.tenant, target):
-            limit = sessions.settings.sessions_per_tenant
-            raise SessionProblem("quota", f"there are {limit} sessions already, and no more may be")
+        if full := sessions.full(manifest.tenant, target):
+            raise SessionProblem("quota", full)
         fork = sessions.twin(manifest, target)
         if fork.suspended:
             try:
@@ -189,7 +188,7 @@ class SessionVerbs:
             sessions.settle(fork)
         return self._view(fork)
 
-    def _delete(self, manifest: Manifest) -> Steps[None]:
+    def _delete(self, manifest: Manifest, at: float) -> Steps[None]:
         """Gone for everybody: a newer version says so to replicas that have an older one."""
         sessions = self._sessions
         if not sessions.durable:
@@ -197,6 +196,6 @@ class SessionVerbs:
             return
         gone = sessions.touch(manifest, suspended=False)
         gone = msgspec.structs.replace(
-            gone, deleted=True, tokens=b"", keys=b"", tip=b"", position=0, switches=[]
+            gone, deleted=True, used=at, tokens=b"", keys=b"", tip=b"", position=0, switches=[]
         )
         yield from self._commit(gone, "it may come back when this server starts again")

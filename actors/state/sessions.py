@@ -24,6 +24,7 @@ from typing import Protocol
 import msgspec
 import torch
 
+from expertmesh.actors.state.deleted import EACH, Deleted
 from expertmesh.actors.state.errands import Errands, Steps
 from expertmesh.actors.state.item import Item, Kind, Name, StateLayout
 from expertmesh.actors.state.manifest import (
@@ -105,6 +106,9 @@ class Sessions:
         self._entries: dict[Name, Entry] = {}
         self._of: defaultdict[str, set[str]] = defaultdict(set)  # tenant -> living sessions
         self._owned: Counter[str] = Counter()  # how many by owner
+        most = EACH * settings.sessions_per_tenant
+        self._deleted = Deleted(most, settings.session_ttl_s)
+        self._buried: Counter[str] = Counter()  # manifests of deleted ones, by owner
         self._pins = Pins(store)
         self._unwritten: dict[Name, None] = {}  # to be tried again, in this order
         self._next_sweep = float("-inf")
@@ -116,15 +120,31 @@ class Sessions:
     def __len__(self) -> int:
         return sum(map(len, list(self._of.values())))  # asked by any thread
 
-    def full(self, tenant: str, session: str) -> bool:
-        """Whether there are so many that this one may not be added. From any thread.
+    def full(self, tenant: str, session: str) -> str:
+        """Why this one may not be added, "" where it may. From any thread.
 
         Tenants that differ only behind the first slash have one owner: salts cost nothing, so a
-        quota of each would be none.
+        quota of each would be none. What a disk knows of deleted sessions is bounded, too.
         """
         if session in self._of.get(tenant, ()):
-            return False
-        return self._owned[_owner(tenant)] >= self.settings.sessions_per_tenant
+            return ""
+        most, owner = self.settings.sessions_per_tenant, _owner(tenant)
+        if self._owned[owner] >= most:
+            return f"there are {most} sessions already, and no more may be: delete one"
+        if self._buried[owner] >= EACH * most:
+            return f"{EACH * most} sessions were deleted lately, and no more may be: use one again"
+        return ""
+
+    def delete(self, tenant: str, session: str, at: float) -> None:
+        """Notes that it was deleted then, whether or not it is known here."""
+        self._deleted.note(_owner(tenant), self.name(tenant, session), at)
+
+    def _deleted_since(self, tenant: str, session: str, arrived: float) -> bool:
+        name = self.name(tenant, session)
+        entry = self._entries.get(name)
+        if entry is not None and entry.manifest.deleted and entry.manifest.used >= arrived:
+            return True  # by another replica
+        return self._deleted.since(_owner(tenant), name, arrived)
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -197,17 +217,19 @@ class Sessions:
 
     def save(
         self, tenant: str, session: str, mode: str, tokens: Sequence[int], seed: int | None,
-        tip: Tip, items: Sequence[Item],
+        tip: Tip, items: Sequence[Item], arrived: float = math.inf,
     ) -> bool:  # fmt: skip
         """A turn has ended with these tokens, in this state; replaces what the session was before.
 
         tokens: all that were handed out, of which the tip has computed the first. items: what of
         the tip may not be in the store yet. What the disk does not take stays in host memory.
-        False, and the session stays as it was, when there is no room there either or something of
-        it is gone already.
+        arrived: when the front door took the request. False, and the session stays as it was, when
+        there is no room there either, something of it is gone already, or it was deleted since.
         """
-        if self.full(tenant, session):
-            return _unsaved(session, "there are too many")
+        if self._deleted_since(tenant, session, arrived):
+            return _unsaved(session, "it was deleted meanwhile")
+        if full := self.full(tenant, session):
+            return _unsaved(session, full)
         name, now = self.name(tenant, session), self._clock()
         before = self._living(name)
         created = now if before is None else before.manifest.created
@@ -282,6 +304,7 @@ class Sessions:
         old = self._entries.get(name)
         entry = self._entries[name] = Entry(manifest)
         self._count(manifest.tenant, manifest.session, not manifest.deleted)
+        self._bury(manifest, manifest.deleted - (old is not None and old.manifest.deleted))
         if not manifest.deleted:
             self._pins.add(manifest.point().names)
         if old is not None:
@@ -356,6 +379,12 @@ class Sessions:
         if not self._owned[owner]:
             del self._owned[owner]
 
+    def _bury(self, manifest: Manifest, more: int) -> None:
+        owner = _owner(manifest.tenant)
+        self._buried[owner] += more
+        if not self._buried[owner]:
+            del self._buried[owner]
+
     def _leave(self, manifest: Manifest) -> None:
         """Nobody goes on from this state under that name any more."""
         if manifest.deleted:
@@ -397,6 +426,7 @@ class Sessions:
         tries some again that the disk has not taken."""
         now = self._clock()
         self._next_sweep = now + SWEEP_S
+        self._deleted.sweep(now)
         for name, entry in list(self._entries.items()):
             if self.expires(entry.manifest) <= now:
                 self.forget(name)
@@ -424,6 +454,7 @@ class Sessions:
             return
         entry.let_go()
         self._count(entry.manifest.tenant, entry.manifest.session, False)
+        self._bury(entry.manifest, -entry.manifest.deleted)
         for manifest in (*entry.before, entry.manifest):
             self._leave(manifest)
         if self.durable:

@@ -1,5 +1,7 @@
 """From a request's fields to the engine's SamplingParams, with every limit checked by name."""
 
+import time
+
 from expertmesh.actors.attention.messages import GenerateRequest, SamplingParams
 from expertmesh.actors.constraint.spec import Constraint
 from expertmesh.deploy.openai.errors import ApiError, bad
@@ -167,6 +169,7 @@ def generate_requests(
                 tenant=tenant,
                 session=request.session_id or "",
                 kv_mode=request.kv_mode or "",
+                arrived=time.time(),
             )
         )
     return out

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from expertmesh.actors.attention.messages import QuotaExceeded
+from expertmesh.actors.attention.messages import GenerateRequest, QuotaExceeded
 from expertmesh.actors.state.session_messages import (
     Problem,
     ResumeReport,
@@ -371,4 +371,36 @@ class TestClient:
             with pytest.raises(EngineUnavailable):
                 await scene.client.session(view_of)
 
+        run(scenario)
+
+    def test_a_turn_that_moves_does_not_bring_back_what_was_deleted(self) -> None:
+        """Its heir may be so new that nobody has told it."""
+
+        async def session(call: bytes) -> bytes:
+            wish = msgspec.msgpack.decode(call, type=SessionCall)
+            return msgspec.msgpack.encode(SessionAnswer(deleted=wish.session))
+
+        async def scenario(scene: Scene) -> None:
+            for one in scene.replicas:
+                one.session = Method(session)
+            for name, tenant in (("a", "a/"), ("b", "b/")):
+                wish = msgspec.structs.replace(request(name), tenant=tenant, session="s")
+                tasks.append(asyncio.create_task(answer_to(scene, wish)))
+                await until(lambda name=name: scene.owner(name) is not None)  # type: ignore[misc]
+            answer = await scene.client.session(
+                SessionCall(verb="delete", tenant="a/", session="s")
+            )
+            assert answer.deleted == "s" and scene.attempt("a").session == "s"
+            for name, kept in (("a", ""), ("b", "s")):
+                scene.owner(name).say(out(name, finish="abort"))  # type: ignore[union-attr]
+                heir = f"{name}~1"
+                await until(lambda heir=heir: scene.owner(heir) is not None)  # type: ignore[misc]
+                assert scene.attempt(heir).session == kept
+                scene.owner(heir).say(out(heir, 1, finish="stop"))  # type: ignore[union-attr]
+            assert await asyncio.gather(*tasks) == [[1], [1]]
+
+        async def answer_to(scene: Scene, wish: GenerateRequest) -> list[int]:
+            return [one async for out in scene.client.generate(wish) for one in out.token_ids]
+
+        tasks: list[asyncio.Task[list[int]]] = []
         run(scenario)

@@ -1,5 +1,6 @@
 """Sessions of one process over a store of dictionaries, driven by hand."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,21 +41,27 @@ class Replica:
         self.verbs = SessionVerbs(self.sessions, self.errands)
 
     def turn(
-        self, session: str, tokens: list[int] = CONVERSATION, tenant: str = "a/", seed: int = 3
-    ) -> Tip:
-        """A request of the session has ended; its last token is not computed."""
+        self, session: str, tokens: list[int] = CONVERSATION, tenant: str = "a/", seed: int = 3,
+        arrived: float = math.inf, saved: bool = True,
+    ) -> Tip:  # fmt: skip
+        """A request of the session has ended; its last token is not computed. saved: whether the
+        session must be this from now on, or as it was."""
         position = len(tokens) - 1
         tip = Tip.of(root_key(FINGERPRINT, tenant), tokens, position, [50])
         items = [item(name, position, ()) for name in tip.names]
         whole = len(tip.keys)
         for page in items[:whole]:
             self.store.put(page)  # the prefix cache writes them through as it goes
-        assert self.sessions.save(tenant, session, "exact", tokens, seed, tip, items[whole:])
+        end = items[whole:]
+        done = self.sessions.save(tenant, session, "exact", tokens, seed, tip, end, arrived)
+        assert done == saved
         return tip
 
     def ask(self, verb: Any, session: str = "", tenant: str = "a/", target: str = "") -> Any:
         answers: list[SessionAnswer] = []
-        call = SessionCall(verb=verb, tenant=tenant, session=session, target=target)
+        call = SessionCall(verb=verb, tenant=tenant, session=session, target=target, at=self.now)
+        if verb == "delete":  # as SessionDesk does, whether or not it is known here
+            self.sessions.delete(tenant, session, call.at)
         self.verbs.call(call, answers.append)
         (answer,) = answers
         given = [answer.views, answer.view, answer.suspended, answer.resumed, answer.deleted]

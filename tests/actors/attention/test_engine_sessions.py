@@ -326,6 +326,9 @@ def test_a_turn_under_way_does_not_bring_a_deleted_session_back(disk: FakeDisk |
         server.engine.step()
     assert server.ask("delete").deleted == "s"  # at once; the turn goes on
     assert len(server.tap.seen["2"]) == 20 and server.ask("list").views == []
+    server.submit("heir", [*FIRST, 1], 20, arrived=time.time() - 60)  # it was with another engine
+    server.run()
+    assert server.ask("list").views == []
     server.turn("3", FIRST, 2)  # begun after it
     assert [view.session_id for view in server.ask("list").views] == ["s"]
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from expertmesh.actors.attention.engine import Engine
 from expertmesh.actors.attention.messages import RequestRefused
+from expertmesh.actors.state.offload.context import OffloadedContext
 from expertmesh.actors.state.offload.spill import REASONS, Shape, Spill, piece_bytes
 from tests.actors.attention.test_contexts import (
     ANSWER,
@@ -185,6 +187,25 @@ def test_what_is_lost_and_has_no_other_room_ends_for_another_engine(
     assert same(answers["short"], alone)
 
 
+@pytest.mark.parametrize("computed", [384, 512, 640])
+def test_what_is_lost_leaves_no_state_behind(tmp_path: Path, exact: Answer, computed: int) -> None:
+    """Pages and snapshots of a step that has read nothing are nobody's."""
+    engine = spilling(tmp_path, LEAST, 3, 40, True, ladder_tokens=64)
+    engine.submit(ask("a", "offload"))
+    answers: dict[str, Answer] = {}
+    while not any(seq.computed >= computed for seq in engine.scheduler.running):
+        collect(engine.step(), answers)
+    faults(engine).flip = True
+    assert rest(engine, answers).finish_reason == "abort"
+    faults(engine).flip = False
+    assert same(run(engine, ask("b", "exact"))["b"], exact)
+    for length in range(129, PROMPT, 64):  # whatever snapshot there is
+        engine.cache.observe(1, 1e3)
+        found = run(engine, ask("c", "exact", prompt()[:length]))["c"]
+        assert same(found, run(engine_with(24), ask("c", "exact", prompt()[:length]))["c"])
+    assert engine.stats().cache.hits > 3 * PROMPT
+
+
 def test_a_disk_that_hangs_holds_nobody_up_for_long(tmp_path: Path, exact: Answer) -> None:
     engine = spilling(tmp_path, 2 * bytes_off() - PAGE, 9, read_timeout_s=0.3)
     answers: dict[str, Answer] = {}
@@ -245,8 +266,17 @@ def test_aborts_and_ends_leave_no_file_open(tmp_path: Path) -> None:
     assert not faults(engine).open_fds and engine.stats().cache.spilled_bytes == 0
 
 
-def test_a_known_prompt_begins_on_disk(tmp_path: Path, exact: Answer) -> None:
+def test_a_known_prompt_begins_on_disk(
+    tmp_path: Path, exact: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is known of it from the tiers goes where it has room, as it is taken."""
+    take = OffloadedContext.take
+
+    def watched(context: OffloadedContext, rows: Tensor) -> None:
+        take(context, rows)
+        assert context.host_bytes <= LEAST
+
+    monkeypatch.setattr(OffloadedContext, "take", watched)
     engine = spilling(tmp_path, LEAST, 3, ROOM + 2, store=True)
     first = run(engine, ask("a", "offload"))["a"]
     engine.cache.observe(1, 1e3)
