@@ -224,17 +224,23 @@ def test_a_disk_that_hangs_holds_nobody_up_for_long(tmp_path: Path, exact: Answe
     assert engine.stats().cache.spill_failures["timeout"] >= 1
 
 
-def test_log_probabilities_and_routing_are_told_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answer", [ANSWER, 0])
+def test_log_probabilities_and_routing_are_told_once(tmp_path: Path, answer: int) -> None:
     """Of what was computed in vain, nothing is told."""
 
     def asked(name: str) -> Any:
-        params = {"prompt_logprobs": 0, "want_routed_experts": True}
-        return ask(name, "offload", **params)
+        made = request(name, prompt(), answer, logprobs=0, **params)
+        return msgspec.structs.replace(made, kv_mode="offload")
 
+    params: dict[str, Any] = {"prompt_logprobs": 0, "want_routed_experts": True}
     runner = small_model(experts=True)
     wanted = run(engine_with(24, runner=runner), asked("a"))["a"]
-    assert len(wanted.routed) == (PROMPT + ANSWER - 1) * runner.config.experts_per_token * 3 * 2
-    for steps in (6, 9, 11, 12, 20, 40):
+    tokens = PROMPT + max(answer, 1) - 1
+    assert len(wanted.routed) == tokens * runner.config.experts_per_token * 3 * 2
+    assert wanted.prompt_logprobs is not None and len(wanted.prompt_logprobs) == PROMPT
+    for steps in (6, 9, 10, 11, 12, 20, 40):
+        if steps > PROMPT // 64 and not answer:
+            break
         engine = spilling(tmp_path, bytes_off(), 9, runner=runner)
         answers: dict[str, Answer] = {}
         engine.submit(asked("a"))

@@ -99,6 +99,8 @@ def test_select_estimates_what_it_does_not_read() -> None:
     assert reading.estimated_pages > reading.read_pages
     assert 0.1 < reading.estimated_share < 1
     assert 0 < long.context.recent_bytes <= 4 * runner().state.page_bytes
+    kept = [page for recent in long.context._recent for page in recent.values()]
+    assert all(page.untyped_storage().nbytes() == page.nbytes for page in kept)  # no view of more
     assert long.context.index_bytes > 0 and 0 < reading.bits < 32
 
 
