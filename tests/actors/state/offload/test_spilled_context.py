@@ -22,15 +22,16 @@ NEAR = StateSettings(
 )
 
 
-def text(mode: str, folder: Path | None, chunk: int = 128, fit_pages: int = 4) -> LongText:
+def text(mode: str, folder: Path | None, fit_pages: int = 4, codec: str = "raw") -> LongText:
     """folder: None keeps all in host memory."""
     layout = runner().state.layout
     layers, tokens, width = layout.page
     shape = Shape(layers, tokens, width, layout.dtype)
     spill = None if folder is None else Spill(folder, shape, 5.0, None, FaultyFiles())
-    shared = offload_of(runner().model, NEAR, fit_pages=fit_pages, spill=spill)
+    settings = NEAR.model_copy(update={"codec": codec})
+    shared = offload_of(runner().model, settings, fit_pages=fit_pages, spill=spill)
     assert shared is not None
-    return LongText(runner(), shared, mode, chunk)  # type: ignore[arg-type]
+    return LongText(runner(), shared, mode, 128)  # type: ignore[arg-type]
 
 
 def context_of(long: LongText) -> OffloadedContext:
@@ -44,9 +45,13 @@ def faults(long: LongText) -> FaultyFiles:
     return files
 
 
+# Of select: pages that a sketch is fitted to, and what estimates are made from.
+CASES = [(4, "raw"), (7, "raw"), (4, "int8")]
+
+
 @cache
-def selected(fit_pages: int) -> Tensor:
-    long = text("select", None, fit_pages=fit_pages)
+def selected(fit_pages: int, codec: str) -> Tensor:
+    long = text("select", None, fit_pages, codec)
     long.prompt(token_ids(PROMPT))
     return long.forced(token_ids(ANSWER, 1))
 
@@ -54,7 +59,9 @@ def selected(fit_pages: int) -> Tensor:
 @pytest.fixture(scope="module", autouse=True)
 def _before_any() -> None:
     """What is expected comes from the same slot."""
-    expected(), selected(4), selected(7)
+    expected()
+    for case in CASES:
+        selected(*case)
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 4])
@@ -82,19 +89,22 @@ def test_what_is_in_memory_moves_when_it_must(tmp_path: Path) -> None:
         assert torch.equal(found, expected()[1][at * 4 : at * 4 + 4])
 
 
-@pytest.mark.parametrize("fit_pages", [4, 7])
-def test_selected_pages_come_from_disk_too(tmp_path: Path, fit_pages: int) -> None:
+@pytest.mark.parametrize(("fit_pages", "codec"), CASES)
+def test_selected_pages_come_from_disk_too(tmp_path: Path, fit_pages: int, codec: str) -> None:
     """Those that a sketch is fitted to among them, and of a piece only the pages that matter."""
-    long = text("select", tmp_path, fit_pages=fit_pages)
+    long = text("select", tmp_path, fit_pages, codec)
     context_of(long).settle(4)
     assert torch.equal(long.prompt(token_ids(PROMPT)), expected()[0])
     faults(long).reads.clear()
-    assert torch.equal(long.forced(token_ids(ANSWER, 1)), selected(fit_pages))
+    assert torch.equal(long.forced(token_ids(ANSWER, 1)), selected(fit_pages, codec))
     reading, layers = context_of(long).reading, len(runner().config.mla_layers)
     page = runner().state.page_bytes // layers
     assert 0 < sum(faults(long).reads) <= reading.loaded_pages * page
-    assert reading.read_pages == 3 * ANSWER * layers
-    assert reading.loaded_pages < reading.read_pages
+    if codec == "raw":
+        assert reading.read_pages == 3 * ANSWER * layers
+        assert reading.loaded_pages < reading.read_pages
+    else:
+        assert reading.estimated_pages > 0 and reading.bits == 8.0
 
 
 @pytest.mark.parametrize("mode", ["offload", "select"])
