@@ -144,6 +144,7 @@ def soak(operations: int, seed: int) -> dict[str, Any]:
         "weather": weather.seen,
         "demand_mb": round(demand / 1e6, 1),
         "fetches": run.counts,
+        "slow_reads": disk.slow_reads,
         "wrong_bytes": run.wrong,
         "rss_mb_per_10k_operations": round(_slope(memory, operations) * 1e4, 4),
         **_delays(run.delays),

@@ -14,15 +14,18 @@ FOR_EVER_S = 1e9
 
 @dataclass
 class SlowDisk(FakeDisk):
-    """reads and syncs take `latency_s` on `clock`. It remembers no reads: soaks are long."""
+    """reads and syncs take `latency_s` on `clock`. It remembers no reads, for soaks are long, but
+    how many took a second and more."""
 
     clock: FakeClock = field(default_factory=FakeClock)
     latency_s: float = 0.0
+    slow_reads: int = 0
 
-    def read(self, name: Name) -> Record | None:
+    def read_all(self, names: Sequence[Name]) -> list[Record | str]:
+        self.slow_reads += self.latency_s >= 1
         self._wait()
         self._touch_device()
-        return self.records.get(name)
+        return [self.records.get(name, "missing") for name in names]
 
     def sync(self) -> list[Name]:
         self._wait()

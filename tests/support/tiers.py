@@ -175,8 +175,8 @@ class FakeDisk:
         assert self.reading.wait(PATIENCE_S)
         self._touch_device()
         self.reads += names
-        there = self.records.keys() - self.damaged
-        return [self.records[name] if name in there else "missing" for name in names]
+        lost = self.damaged  # and others may drop records meanwhile
+        return ["missing" if n in lost else self.records.get(n, "missing") for n in names]
 
     def why(self, name: Name) -> str:
         return "missing"

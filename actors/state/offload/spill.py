@@ -36,8 +36,6 @@ THREADS = 3
 AHEAD = 4
 # What may take one timeout to read.
 TIMED_BYTES = 64 << 20
-
-
 # Why rows are lost; busy: others have failed lately.
 REASONS = ("corrupt", "timeout", "io", "full", "error", "busy")
 

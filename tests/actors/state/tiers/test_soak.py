@@ -16,6 +16,7 @@ def test_survives_all_weather(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["references_left"] == [0, 0, 0] and result["problems_afterwards"] == []
     assert result["delay_max_s"] <= state_liveness.DEADLINE_S + 0.06
     assert result["fetches"]["loaded"] > 0
+    assert result["slow_reads"] > 0, "the disk's latency was not felt"
 
 
 def test_hits_all_that_can_be_hit_where_there_is_room() -> None:
