@@ -99,6 +99,8 @@ class OffloadRoom:
 
     def fits(self, number: int, far: Far, without: Iterable[int] = ()) -> bool:
         """Whether the sequence could have that, if those of other numbers had nothing."""
+        if far.nbytes <= self.free:
+            return True  # in most steps; what follows looks at everybody
         gone = {number, *without}
         held = [self._held[each] for each in gone if each in self._held]
         free = self.free + sum(map(self._bytes, held))
@@ -109,12 +111,13 @@ class OffloadRoom:
     def hold(self, number: int, far: Far) -> bool:
         """The sequence may have that from now on. False, and all stays as it was, where there is no
         room."""
-        if not self.fits(number, far):
+        mine = self._held.get(number) or _Held(Far())
+        more = far.nbytes - mine.far.nbytes
+        if more > self.free and not self.fits(number, far):
             return False
-        mine = self._held.setdefault(number, _Held(Far()))
-        self.free += self._bytes(mine)
+        self._held[number] = mine
         mine.far = far
-        self.free -= self._bytes(mine)
+        self.free -= more
         while self.free < 0:
             self._push()
         return True
