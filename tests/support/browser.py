@@ -84,7 +84,8 @@ class Browser:
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 found.append(message["params"]["request"]["url"])
-        return [url for url in found if not url.startswith(("chrome:", "chrome-untrusted:", "data:"))]
+        own = ("chrome:", "chrome-untrusted:", "data:")
+        return [url for url in found if not url.startswith(own)]
 
 
 @contextmanager
