@@ -225,7 +225,7 @@ class Engine:
             self.cache.observe(len(step.batch.token_ids_T) - len(plan.decode), drawn - planned)
             self._commit(step, sampled, broken)
             self._publish(step, sampled, broken, outputs)
-            self._begin_again(step, outputs)
+            self._begin_again(outputs)
             count.steps += 1
             count.plan_seconds += planned - start
             count.forward_seconds += ran - planned
@@ -410,10 +410,10 @@ class Engine:
             if seq not in broken and not seq.lost:
                 outputs.append(self._finish(seq, "length"))
 
-    def _begin_again(self, step: Step, outputs: list[TokenOutput]) -> None:
+    def _begin_again(self, outputs: list[TokenOutput]) -> None:
         """Sequences whose old pages are lost: without the disk that has lost them, to the same
         bits; or in another engine, where there is no room for that."""
-        for seq in [seq for seq, _, _ in step.spans if seq.lost]:
+        for seq in [seq for seq in self.scheduler.running if seq.lost]:
             hopeless = self._contexts.hopeless(seq)
             if hopeless:
                 outputs.append(self._finish(seq, "abort", hopeless))

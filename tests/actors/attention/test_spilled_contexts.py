@@ -319,3 +319,18 @@ def test_a_disk_that_has_just_failed_is_not_begun_with(tmp_path: Path, exact: An
     of(engine)._breaker.succeeded()
     answers: dict[str, Answer] = {}
     assert same(rest(engine, answers), exact) and answers["b"].finish_reason == "length"
+
+
+def test_who_has_no_part_in_a_step_begins_again_all_the_same(tmp_path: Path, exact: Answer) -> None:
+    """A piece that was not written stays in host memory, where it has no room."""
+    engine = spilling(tmp_path, 3 * bytes_off(), 9, pages=40)
+    answers: dict[str, Answer] = {}
+    for name in "abc":  # the budget of a step is for two of them
+        engine.submit(ask(name, "offload"))
+    engine.step()
+    last = engine.scheduler.running[-1]
+    assert last.context is not None and last.computed == 0
+    last.context.lost = "full"
+    collect(engine.step(), answers)
+    assert last in engine.scheduler.waiting and not last.context.disk and not last.lost
+    assert same(rest(engine, answers), exact) and same(answers["c"], exact)
