@@ -36,10 +36,8 @@ class Contexts:
         self._settings = settings
         self._offload, layout, self.near_pages = None, None, 0
         if isinstance(model, Model) and model.config.mla_layers:
-            layout, self.near_pages = (
-                StateLayout.of(model.config, latents.dtype),
-                near_pages(settings),
-            )
+            layout = StateLayout.of(model.config, latents.dtype)
+            self.near_pages = near_pages(settings)
             spill = spill_of(settings.state, layout, latents.device)
             self._offload = offload_of(model, settings.state, spill=spill)
         self.room = OffloadRoom(settings.state, layout)
@@ -105,10 +103,8 @@ class Contexts:
         contexts = [seq.context for seq in running]
         stats.offloaded_bytes = sum(one.host_bytes for one in contexts if one is not None)
         stats.offload_capacity_bytes = self.room.capacity
-        stats.spilled_bytes, stats.spill_capacity_bytes = (
-            self.room.disk_bytes,
-            self.room.disk_capacity,
-        )
+        stats.spilled_bytes = self.room.disk_bytes
+        stats.spill_capacity_bytes = self.room.disk_capacity
         if self._offload is not None:
             if self._offload.spill is not None:
                 counts = self._offload.spill.counts

@@ -102,8 +102,8 @@ class Offload:
     """What contexts of one model share.
 
     rank: R. mla_decode: of the model's kernels. moments: of the absorbed queries of each MLA layer
-    [C, C] (Mla.query_moment), or None. spill: the disk below host memory. total: of
-    all contexts there were.
+    [C, C] (Mla.query_moment), or None. spill: the disk below host memory. total: of all contexts
+    there were.
     """
 
     def __init__(
