@@ -100,12 +100,20 @@ class SessionDesk:
             call, answer = self._calls.popleft()
             if answer.set_running_or_notify_cancel():
                 if call.verb == "delete":
-                    self.sessions.delete(call.tenant, call.session, call.at)
+                    self._forget_turns(call)
                 self._verbs.call(call, answer.set_result)
         self._errands.poll()
         if self.sessions.sweep_due:
             self.sessions.sweep()
             self._refresh()
+
+    def _forget_turns(self, call: SessionCall) -> None:
+        """A turn that was under way when its session was deleted does not bring it back: not here,
+        whatever the clocks of front doors say, nor if it comes from elsewhere."""
+        self.sessions.delete(call.tenant, call.session, call.at)
+        for name, request in list(self._running.items()):
+            if (request.tenant, request.session) == (call.tenant, call.session):
+                del self._running[name]
 
     def _refresh(self) -> None:
         """What others have left on the disk counts against the quota and is pinned here."""

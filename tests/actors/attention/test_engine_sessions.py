@@ -324,6 +324,8 @@ def test_a_turn_under_way_does_not_bring_a_deleted_session_back(disk: FakeDisk |
     server.submit("2", [*FIRST, 1], 20)
     for _ in range(5):
         server.engine.step()
+    server.submit("ahead", [*FIRST, 1], 20, arrived=time.time() + 60)  # another door's clock
+    server.engine.step()
     assert server.ask("delete").deleted == "s"  # at once; the turn goes on
     assert len(server.tap.seen["2"]) == 20 and server.ask("list").views == []
     server.submit("heir", [*FIRST, 1], 20, arrived=time.time() - 60)  # it was with another engine
