@@ -317,6 +317,11 @@ STATE_THREADS_DEAD = Metric(
     "state_threads_dead", "gauge",
     "Background threads of the tiers that an error has ended. Must be 0.", _ENGINE,
 )  # fmt: skip
+STATE_THREADS_STUCK = Metric(
+    "state_threads_stuck", "gauge",
+    "Those of them that hang: a step that should take seconds has been running for half a minute.",
+    _ENGINE,
+)  # fmt: skip
 _LOWER = (*_ENGINE, "tier")
 TIER_ITEMS = Metric("state_tier_items", "gauge", "Pages, snapshots and sessions in a tier.", _LOWER)
 TIER_PINNED = Metric(

@@ -47,6 +47,9 @@ from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from expertmesh.actors.state.store import Store
 from expertmesh.actors.state.tip import Tip
 
+# Between two looks at loads that requests wait for.
+LOAD_LOOK_S = 1.0
+
 
 class ForwardModel(Protocol):
     """What the engine needs of a Model."""
@@ -175,6 +178,8 @@ class Engine:
     @property
     def patience(self) -> float | None:
         """Seconds to wait for `arrived` before looking for work all the same; None: for ever."""
+        if self.cache.loading:  # a late load ends by itself, but whoever should tell may be dead
+            return LOAD_LOOK_S
         return self.sessions.patience
 
     def stats(self) -> EngineStats:
@@ -342,7 +347,9 @@ class Engine:
         for seq in plan.admitted:
             timings.start(seq.times, now)
         trace = RoutingTrace() if step.wants_routing else None
-        logits_RV = self._forward(step, trace)
+        logits_RV = self.model.forward(
+            step.batch, self.state, self.exchange, trace, ping_pong=self.settings.ping_pong
+        )
         for seq, begin, end in step.spans:
             if seq.lost:  # what came out for it means nothing
                 continue
@@ -358,11 +365,6 @@ class Engine:
                 seq.prompt_counted = True
                 self._count.prompt_tokens += seq.prompt_len
         return logits_RV
-
-    def _forward(self, step: Step, trace: RoutingTrace | None) -> Tensor:
-        return self.model.forward(
-            step.batch, self.state, self.exchange, trace, ping_pong=self.settings.ping_pong
-        )
 
     def _commit(self, step: Step, sampled: Sampled, broken: list[Sequence]) -> None:
         """What the step has computed is complete; others may find it unless it is no number."""

@@ -32,11 +32,13 @@ class TierStats(msgspec.Struct, kw_only=True):
 
 
 class StoreStats(msgspec.Struct, kw_only=True):
-    """threads_dead: background threads that have ended by an error; must be 0."""
+    """threads_dead: background threads that have ended by an error; must be 0. threads_stuck: those
+    that hang, such as in a read that the device never answers."""
 
     host: TierStats = msgspec.field(default_factory=TierStats)
     disk: TierStats = msgspec.field(default_factory=TierStats)
     threads_dead: int = 0
+    threads_stuck: int = 0
 
 
 class CacheStats(msgspec.Struct, kw_only=True):

@@ -187,6 +187,15 @@ STATE = Group(
             holds="1m",
         ),
         Alert(
+            "ExpertMeshStateThreadStuck",
+            f"{_each('max', m.STATE_THREADS_STUCK)} > 0",
+            "warning",
+            "A background thread of {{ $labels.engine }} hangs",
+            "Requests go on without what it should bring or keep, and compute that again. If its "
+            "disk does not answer, nothing but the disk can help.",
+            holds="1m",
+        ),
+        Alert(
             "ExpertMeshStateLoadsFail",
             f"{per(window('10m').rate(m.STATE_LOADS_FAILED), window('10m').rate(m.STATE_LOADS))} "
             "> 0.5",

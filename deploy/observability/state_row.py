@@ -179,11 +179,13 @@ CACHED = Row(
             unit="ops",
         ),
         Panel(
-            "Closed tiers and dead threads",
-            "1: the tier takes nothing more. Threads that an error has ended must be 0.",
+            "Closed tiers, dead and stuck threads",
+            "1: the tier takes nothing more. Threads that an error has ended must be 0; those that "
+            "hang wait for a device that does not answer.",
             (
                 Target(over("max", Q.select(m.TIER_READ_ONLY), "tier"), "{{tier}} read-only"),
                 Target(total(Q.now(m.STATE_THREADS_DEAD)), "dead threads"),
+                Target(total(Q.now(m.STATE_THREADS_STUCK)), "stuck threads"),
             ),
         ),
         Panel(

@@ -31,6 +31,7 @@ _CACHE: tuple[tuple[Metric, Callable[[CacheStats], float]], ...] = (
     (metrics.STATE_SPILLED_BYTES, lambda c: c.spilled_bytes),
     (metrics.STATE_SPILL_CAPACITY, lambda c: c.spill_capacity_bytes),
     (metrics.STATE_THREADS_DEAD, lambda c: c.store.threads_dead),
+    (metrics.STATE_THREADS_STUCK, lambda c: c.store.threads_stuck),
 )
 _CACHE_BY: tuple[tuple[Metric, Callable[[CacheStats], Named]], ...] = (
     (metrics.TIER_HIT_TOKENS, lambda c: {"hot": 0, **c.hits_by_tier}),

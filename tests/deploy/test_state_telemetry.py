@@ -23,7 +23,8 @@ CACHE = CacheStats(
     load_seconds=1.5, loading=1, loading_bytes=12, checkpoints=9, sessions=4, lost_tips=3,
     offloaded_bytes=40, offload_capacity_bytes=50, spilled_bytes=60, spill_capacity_bytes=80,
     spill_written_bytes=61, spill_read_bytes=90, spill_failures={"io": 2, "full": 0},
-    selected_pages=30, skipped_pages=70, store=StoreStats(disk=DISK, threads_dead=1),
+    selected_pages=30, skipped_pages=70,
+    store=StoreStats(disk=DISK, threads_dead=1, threads_stuck=2),
 )  # fmt: skip
 STATS = EngineStats(
     pages_total=8, pages_free=2, slots_total=4, slots_free=3, page_bytes=10, slot_bytes=100,
@@ -45,7 +46,7 @@ def test_the_cache_of_each_engine(text: str) -> None:
         ("state_loads_total", 5), ("state_loads_failed_total", 2),
         ("state_load_seconds_total", 1.5), ("state_loading", 1), ("state_loading_bytes", 12),
         ("state_checkpoints_total", 9), ("state_sessions", 4), ("state_sessions_lost_total", 3),
-        ("state_threads_dead", 1),
+        ("state_threads_dead", 1), ("state_threads_stuck", 2),
         ("state_offloaded_bytes", 40), ("state_offload_capacity_bytes", 50),
         ("state_offload_disk_bytes", 60), ("state_offload_disk_capacity_bytes", 80),
     ):  # fmt: skip

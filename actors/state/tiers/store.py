@@ -22,6 +22,9 @@ from expertmesh.actors.state.tiers.writer import ColdWriter
 
 _TICK_S = 0.02
 _READERS = {"host-read": 2, "disk-read": 3}  # threads
+# A step of one of the threads that takes longer hangs: by default the deadlines of all that it does
+# are below this.
+STUCK_S = 30.0
 _TOUCHES, _MOST_TOUCHES = 64, 4096  # names noted at a time, and calls that may wait for that
 # Items on their way to the disk pass through host memory; so much it has even where `host_bytes` is
 # less, unless a measurement wants less.
@@ -71,7 +74,7 @@ class TieredStore:
         self._packer = Packer(self._host, settings, self._lock, self._packed)
         self._touched: deque[Sequence[Name]] = deque(maxlen=_MOST_TOUCHES)
         self._closed = threading.Event()
-        self._crew = self._hire()
+        self._crew = self._hire(clock)
         self._crew.start()
 
     @property
@@ -198,7 +201,8 @@ class TieredStore:
                 self._cold.tell(disk)
                 self._writer.tell(disk)
                 disk.queued += self._loads.queued("disk")
-        return StoreStats(host=host, disk=disk, threads_dead=len(self._crew.dead))
+        dead, stuck = self._crew.dead, self._crew.stuck(STUCK_S)
+        return StoreStats(host=host, disk=disk, threads_dead=len(dead), threads_stuck=len(stuck))
 
     def close(self, timeout_s: float = 5.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -229,14 +233,14 @@ class TieredStore:
             announce=self._loads.announce,
         )
 
-    def _hire(self) -> Crew:
+    def _hire(self, clock: Clock) -> Crew:
         steps = [("pack", self._packer.step)]
         steps += _READERS["host-read"] * [("host-read", self._loads.read_host)]
         if self._writer is not None:
             steps.append(("disk-write", self._writer.step))
             steps += _READERS["disk-read"] * [("disk-read", self._loads.read_disk)]
         steps.append(("deadlines", self._tick))  # last: it looks after all others
-        return Crew([Worker(name, step) for name, step in steps])
+        return Crew([Worker(name, step, clock) for name, step in steps])
 
     def _tick(self) -> bool:
         """One step of the thread that ends what is late and notices what is dead."""

@@ -172,6 +172,10 @@ CASES: dict[str, list[Case]] = {
         Case([gauge("state_threads_dead", "0x30 1x300", engine="0")], [ME | {"engine": "0"}]),
         Case([gauge("state_threads_dead", 0, engine="0")]),
     ],
+    "ExpertMeshStateThreadStuck": [
+        Case([gauge("state_threads_stuck", "0x30 2x300", engine="0")], [ME | {"engine": "0"}]),
+        Case([gauge("state_threads_stuck", "0x50 1x3 0x300", engine="0")]),
+    ],
     "ExpertMeshStateLoadsFail": [
         Case(
             [counter("state_loads_failed_total", 8, engine="0"),

@@ -1,4 +1,4 @@
-"""Background threads that cannot die unnoticed."""
+"""Background threads that can neither die nor hang unnoticed."""
 
 import threading
 import time
@@ -54,3 +54,38 @@ def test_join_says_who_has_not_ended() -> None:
     assert crew.dead == []
     gate.set()
     assert crew.join(time.monotonic() + 20.0)
+
+
+def test_a_step_that_hangs_is_noticed_until_it_ends() -> None:
+    gate, begun, now = threading.Event(), threading.Event(), [1000.0]
+
+    def hangs() -> bool:
+        begun.set()
+        gate.wait(20.0)
+        return False
+
+    crew = Crew([Worker("hangs", hangs, lambda: now[0]), Worker("done", lambda: False)])
+    assert crew.stuck(0.0) == []
+    crew.start()
+    assert begun.wait(20.0) and crew.join(time.monotonic() + 20.0, "done")
+    now[0] += 30.0
+    assert crew.stuck(30.0) == []
+    now[0] += 1.0
+    assert crew.stuck(30.0) == ["hangs"] and crew.dead == []
+    gate.set()
+    assert crew.join(time.monotonic() + 20.0)
+    assert crew.stuck(0.0) == []
+
+
+def test_steps_are_timed_one_by_one() -> None:
+    now, steps = [0.0], iter(range(5))
+    seen: list[bool] = []
+
+    def step() -> bool:
+        now[0] += 10.0
+        seen.append(worker.stuck(10.0))
+        return next(steps, None) is not None
+
+    worker = Worker("test", step, lambda: now[0])
+    worker.start()
+    assert worker.join(20.0) and seen == [False] * 6
