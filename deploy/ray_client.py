@@ -162,7 +162,10 @@ class RayEngineClient:
         if not ready:
             raise EngineUnavailable(reason)
         # Also those that are down: they may only be silent, and know it all the same.
-        answer = await ask_replicas(call, list(self._links.values()), seated)
+        holders = list(self._links.values())
+        if call.verb == "delete":  # turns that end where they are, before these go, must not save
+            holders += [link for link in self._leaving if link.state != "down"]
+        answer = await ask_replicas(call, holders, seated)
         if call.verb == "delete" and answer.problem in (None, "unknown"):
             for tracked in self._requests.values():  # a replica that is new has not been told
                 tracked.drop_session(call.tenant, call.session)

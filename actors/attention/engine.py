@@ -47,8 +47,7 @@ from expertmesh.actors.state.session_messages import SessionAnswer, SessionCall
 from expertmesh.actors.state.store import Store
 from expertmesh.actors.state.tip import Tip
 
-# Between two looks at loads that requests wait for.
-LOAD_LOOK_S = 1.0
+LOAD_LOOK_S = 1.0  # between two looks at loads that requests wait for
 
 
 class ForwardModel(Protocol):

@@ -404,3 +404,39 @@ class TestClient:
 
         tasks: list[asyncio.Task[list[int]]] = []
         run(scenario)
+
+    def test_replicas_that_leave_delete_as_well(self) -> None:
+        """A turn may end where it is, and would save the session there."""
+
+        async def scenario(scene: Scene) -> None:
+            told: list[tuple[int, str]] = []
+            scene.client._drain_s = 20.0
+
+            def replica(number: int) -> Any:
+                async def session(call: bytes) -> bytes:
+                    wish = msgspec.msgpack.decode(call, type=SessionCall)
+                    told.append((number, wish.verb))
+                    shown = SessionAnswer(view=view("s", 1))
+                    return msgspec.msgpack.encode(shown if wish.verb == "show" else answering(wish))
+
+                return Method(session)
+
+            for number, one in enumerate(scene.replicas):
+                one.session = replica(number)
+            (task,) = await scene.ask("q")
+            leaver = scene.owner("q")
+            assert leaver is not None
+            names = {each: name for name, each in scene.mesh.replicas.items()}
+            number = scene.replicas.index(leaver)
+            del scene.mesh.replicas[names[leaver]]
+            scene.mesh.publish()
+            await until(lambda: len(scene.links()) == 1)
+            for verb in ("show", "delete"):
+                await scene.client.session(SessionCall(verb=verb, tenant="a/", session="s"))
+            assert sorted(told) == sorted(
+                [(1 - number, "show"), (1 - number, "delete"), (number, "delete")]
+            )
+            leaver.say(out("q", 1, finish="stop"))
+            assert await task == [1]
+
+        run(scenario)
