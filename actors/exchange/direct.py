@@ -8,6 +8,7 @@ that compute. Measured with 8 KB on one machine: 25 us a round trip in place of 
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -38,7 +39,8 @@ class Line:
     """One connection. Reads wait up to a limit; queued writes never wait for the peer.
 
     Whoever reads also sends what is queued: two ranks that write to each other at the same time,
-    more than the kernel's buffers hold, would otherwise wait for each other for ever.
+    more than the kernel's buffers hold, would otherwise wait for each other for ever. Any thread
+    may queue: whoever closes an exchange says farewell while a step may be under way.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -46,6 +48,7 @@ class Line:
         connection.setblocking(False)
         self._socket = connection
         self._queued: deque[memoryview] = deque()
+        self._pushing = threading.Lock()
         self._readable, self._both = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
         self._both.register(connection, select.POLLIN | select.POLLOUT)
@@ -57,16 +60,17 @@ class Line:
             self._push()
 
     def _push(self) -> None:
-        while self._queued:
-            data = self._queued[0]
-            try:
-                sent = self._socket.send(data)
-            except BlockingIOError:
-                return
-            if sent < data.nbytes:
-                self._queued[0] = data[sent:]
-            else:
-                self._queued.popleft()
+        with self._pushing:
+            while self._queued:
+                data = self._queued[0]
+                try:
+                    sent = self._socket.send(data)
+                except BlockingIOError:
+                    return
+                if sent < data.nbytes:
+                    self._queued[0] = data[sent:]
+                else:
+                    self._queued.popleft()
 
     def read(self, into: memoryview, limit_s: float) -> None:
         """Fills `into`. Raises TimeoutError when nothing comes for `limit_s`, ConnectionError when
